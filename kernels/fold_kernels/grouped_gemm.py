@@ -1,0 +1,55 @@
+"""Grouped GEMM: consecutive groups of rows, each with its own weight.
+
+`grouped_gemm` is the checked entry, `grouped_gemm_ref` the plain form. A group without rows contributes nothing and its
+weight still gets a gradient of zeros, never None: optimizers and collectives meet the same parameters on all ranks.
+"""
+
+# Shapes.  R rows   e experts   I input width   O output width
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fold_kernels.backend import choose_grouped_gemm
+
+
+def grouped_gemm(
+    rows_RI: Tensor, weight_eOI: Tensor, counts_e: Tensor, sizes: Sequence[int]
+) -> Tensor:
+    """Multiply each group of rows by the transpose of its weight: [R, I] to [R, O].
+
+    Args:
+        rows_RI: Rows in expert order.
+        weight_eOI: One weight an expert, the dtype of the rows.
+        counts_e: Rows of each expert, integer, on the device of the rows.
+        sizes: The same counts on the host.
+
+    Raises:
+        ValueError: The widths or the counts do not fit.
+    """
+    if rows_RI.shape[1] != weight_eOI.shape[2] or sum(sizes) != rows_RI.shape[0]:
+        raise ValueError(
+            f"grouped_gemm: rows {tuple(rows_RI.shape)} with counts that sum to {sum(sizes)} do "
+            f"not fit weights {tuple(weight_eOI.shape)}, which are [experts, out, in]"
+        )
+    backend = choose_grouped_gemm(
+        rows_RI.dtype,
+        in_width=weight_eOI.shape[2],
+        out_width=weight_eOI.shape[1],
+        device_type=rows_RI.device.type,
+    )
+    # grouped_mm accepts no empty operand; the reference keeps the graph alive without rows.
+    if backend == "loop" or rows_RI.shape[0] == 0:
+        return grouped_gemm_ref(rows_RI, weight_eOI, sizes)
+    offsets_e = counts_e.cumsum(0).to(torch.int32)
+    return F.grouped_mm(rows_RI, weight_eOI.transpose(-2, -1), offs=offsets_e)
+
+
+def grouped_gemm_ref(rows_RI: Tensor, weight_eOI: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The loop over experts, an expert without rows included."""
+    parts = rows_RI.split(list(sizes))
+    return torch.cat([part @ weight.T for part, weight in zip(parts, weight_eOI, strict=True)])

@@ -1,0 +1,16 @@
+"""Callbacks that report on a run: utilisation, expert load, pictures at its end."""
+
+from lightning_fold.callbacks.expert_load import ExpertLoadMonitor
+from lightning_fold.callbacks.flops import ModelShape
+from lightning_fold.callbacks.mfu import MFUMonitor
+from lightning_fold.callbacks.peak import register_device
+from lightning_fold.callbacks.report import RunReport, summarise
+
+__all__ = [
+    "ExpertLoadMonitor",
+    "MFUMonitor",
+    "ModelShape",
+    "RunReport",
+    "register_device",
+    "summarise",
+]

@@ -1,0 +1,452 @@
+"""The built-in Mixture-of-Experts decoder: plain torch, one file, one process.
+
+Owns the model that the demo trains and that the equivalence suite takes as its reference, so it
+imports nothing of this package. Invariant: module names and call conventions are those of
+Hugging Face decoders (Mixtral, Qwen3-MoE), so whatever works on one works on the other.
+Not here: anything parallel, generation caches, auxiliary losses.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+# Shapes.  B batch  S sequence  H heads  V vocabulary
+#          T tokens = B*S    K top-k    N = T*K routed rows
+#          E experts         D model width    F expert width
+
+Angles = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes and options of a `Decoder`, checked on construction; names follow Hugging Face.
+
+    Attributes:
+        vocab_size: Rows of embedding and head; the default holds the tokens of `TextDataModule`.
+        intermediate_size: Width of the dense layers, those named in `mlp_only_layers`.
+        head_dim: Width of one head; 0 means hidden_size / num_attention_heads.
+        shared_expert_intermediate_size: Width of an expert every token uses; 0 means none.
+        norm_topk_prob: Whether the routing weights of a token are rescaled to sum to 1.
+        attention_bias: Whether q, k, v and o projections have biases.
+        hidden_dropout: Dropout of the embedding and of each residual branch.
+        initializer_range: Standard deviation of initial weights; outputs get it / sqrt(2 * layers).
+        gradient_checkpointing: Recompute each layer in backward: less memory, one more forward.
+    """
+
+    vocab_size: int = 264
+    hidden_size: int = 128
+    intermediate_size: int = 256
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 0
+    num_experts: int = 8
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int = 128
+    shared_expert_intermediate_size: int = 0
+    norm_topk_prob: bool = True
+    mlp_only_layers: tuple[int, ...] = ()
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    attention_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    initializer_range: float = 0.02
+    gradient_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        # YAML and checkpoints carry lists; a tuple keeps the config hashable.
+        object.__setattr__(self, "mlp_only_layers", tuple(self.mlp_only_layers))
+        _check_sizes(self)
+        if not self.head_dim:
+            _check_divides(self, "num_attention_heads", "hidden_size")
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
+        _check_divides(self, "num_key_value_heads", "num_attention_heads")
+        _check_options(self)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters one token passes through: all but the experts it is not routed to."""
+        with torch.device("meta"):
+            sizes = {name: p.numel() for name, p in Decoder(self).named_parameters()}
+        idle = sum(size for name, size in sizes.items() if ".experts." in name)
+        return sum(sizes.values()) - idle + idle * self.num_experts_per_tok // self.num_experts
+
+
+class DecoderOutput(NamedTuple):
+    """Loss and logits; a named tuple, so that hooks that walk outputs find the tensors."""
+
+    loss: Tensor | None
+    logits: Tensor
+
+
+class Decoder(nn.Module):
+    """A causal language model with Mixture-of-Experts layers.
+
+    Initial weights depend on the torch seed alone.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = DecoderModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        initialize_weights(self, config)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        logits_to_keep: int = 0,
+    ) -> DecoderOutput:
+        """Return logits [B, S, V] and, with labels, the mean next-token loss.
+
+        The mask is 0 at padding, on either side. Labels are not shifted; -100 is ignored.
+        `logits_to_keep` keeps the logits of that many last positions; 0 keeps all.
+        """
+        if labels is not None and logits_to_keep:
+            raise ValueError(
+                f"logits_to_keep={logits_to_keep} drops logits that the loss needs: "
+                "pass `labels` with logits_to_keep=0, or no `labels`."
+            )
+        hidden = self.model(input_ids, attention_mask, position_ids)
+        logits = self.lm_head(hidden[:, -logits_to_keep:])
+        loss = None if labels is None else next_token_loss(logits, labels)
+        return DecoderOutput(loss, logits)
+
+
+class DecoderModel(nn.Module):
+    """Embedding, layers and final norm; computes mask and rotary angles once, for all layers."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.gradient_checkpointing = config.gradient_checkpointing
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer) for layer in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Return the normed hidden states [B, S, D]."""
+        hidden = self.dropout(self.embed_tokens(input_ids))
+        if position_ids is None:
+            position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        angles = rotary_angles(hidden, position_ids, self.config)
+        mask = causal_padding_mask(attention_mask)
+        for layer in self.layers:
+            run = partial(layer, attention_mask=mask, position_embeddings=angles)
+            if self.gradient_checkpointing and self.training:
+                run = partial(checkpoint, run, use_reentrant=False)
+            hidden = run(hidden)
+        return self.norm(hidden)
+
+
+class DecoderLayer(nn.Module):
+    """Attention, then a dense MLP or experts, each normed before and added to the residual."""
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        is_dense, width = layer in config.mlp_only_layers, config.intermediate_size
+        self.mlp: nn.Module = GatedMLP(config, width) if is_dense else SparseMoeBlock(config)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, position_embeddings: Angles
+    ) -> Tensor:
+        """Map hidden states [B, S, D] to the same shape."""
+        attended = self.self_attn(
+            hidden_states=self.input_layernorm(hidden_states),
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+        )
+        hidden_states = hidden_states + self.dropout(attended)
+        return hidden_states + self.dropout(self.mlp(self.post_attention_layernorm(hidden_states)))
+
+
+class Attention(nn.Module):
+    """Grouped-query attention through SDPA.
+
+    The number of heads is read off the projections' outputs, so narrowed projections work.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        linear = partial(nn.Linear, bias=config.attention_bias)
+        self.q_proj = linear(config.hidden_size, heads * self.head_dim)
+        self.k_proj = linear(config.hidden_size, kv_heads * self.head_dim)
+        self.v_proj = linear(config.hidden_size, kv_heads * self.head_dim)
+        self.o_proj = linear(heads * self.head_dim, config.hidden_size)
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: Angles, attention_mask: Tensor | None
+    ) -> Tensor:
+        """Attend within [B, S, D]; `attention_mask` is [B, 1, S, S] bool, `None` means causal."""
+        batch, length = hidden_states.shape[:2]
+        heads = (batch, length, -1, self.head_dim)
+        query = self.q_proj(hidden_states).view(heads).transpose(1, 2)
+        key = self.k_proj(hidden_states).view(heads).transpose(1, 2)
+        value = self.v_proj(hidden_states).view(heads).transpose(1, 2)
+        query, key = (rotate(x, *position_embeddings) for x in (query, key))
+        attended = F.scaled_dot_product_attention(
+            query,
+            key.repeat_interleave(self.num_key_value_groups, dim=1),
+            value.repeat_interleave(self.num_key_value_groups, dim=1),
+            attn_mask=attention_mask,
+            dropout_p=self.attention_dropout if self.training else 0.0,
+            is_causal=attention_mask is None,
+            scale=self.scaling,
+        )
+        return self.o_proj(attended.transpose(1, 2).flatten(2))
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU feed-forward of a dense layer or of the shared expert."""
+
+    def __init__(self, config: DecoderConfig, intermediate_size: int) -> None:
+        super().__init__()
+        hidden_size = config.hidden_size
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Map [..., D] to the same shape."""
+        return self.down_proj(F.silu(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+
+
+class SparseMoeBlock(nn.Module):
+    """Router, experts and an optional shared expert."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.gate = TopKRouter(config)
+        self.experts = Experts(config)
+        width = config.shared_expert_intermediate_size
+        self.shared_expert = GatedMLP(config, width) if width else None
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Map [B, S, D] to the same shape."""
+        hidden_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+        _, weights_TK, index_TK = self.gate(hidden_TD)
+        output_TD = self.experts(hidden_TD, index_TK, weights_TK)
+        if self.shared_expert is not None:
+            output_TD = output_TD + self.shared_expert(hidden_TD)
+        return output_TD.view(hidden_states.shape)
+
+
+class TopKRouter(nn.Module):
+    """Linear router: softmax over all experts, then top-k."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.top_k = config.num_experts_per_tok
+        self.num_experts = config.num_experts
+        self.norm_topk_prob = config.norm_topk_prob
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+
+    def forward(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return logits [T, E], weights [T, K] in at least fp32, and expert indices [T, K]."""
+        logits_TE = F.linear(hidden_TD, self.weight)
+        scores_TE = F.softmax(logits_TE, dim=-1, dtype=_at_least_fp32(logits_TE.dtype))
+        weights_TK, index_TK = scores_TE.topk(self.top_k, dim=-1)
+        if self.norm_topk_prob:
+            weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+        return logits_TE, weights_TK, index_TK
+
+
+class Experts(nn.Module):
+    """Stacked SwiGLU experts over rows sorted by expert."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.num_experts = config.num_experts
+        width, inner = config.hidden_size, config.moe_intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(config.num_experts, 2 * inner, width))
+        self.down_proj = nn.Parameter(torch.empty(config.num_experts, width, inner))
+
+    def forward(self, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Return the weighted sum [T, D] of each token's experts, in the dtype of `hidden_TD`."""
+        dtype = _compute_dtype(hidden_TD)
+        # Stable: ties keep token order, so a recomputed forward permutes identically.
+        order_N = index_TK.flatten().argsort(stable=True)
+        counts_E = torch.zeros(self.num_experts, dtype=torch.long, device=order_N.device)
+        counts_E.scatter_add_(0, index_TK.flatten(), torch.ones_like(order_N))
+        rows_ND = hidden_TD.to(dtype).index_select(0, order_N // index_TK.shape[1])
+        gate_up = grouped_linear(rows_ND, self.gate_up_proj.to(dtype), counts_E)
+        weighted_NF = (self._apply_gate(gate_up) * weights_TK.flatten()[order_N, None]).to(dtype)
+        output_ND = grouped_linear(weighted_NF, self.down_proj.to(dtype), counts_E)
+        # A gather and a sum over K instead of index_add: no atomics, so bit-equal reruns on GPUs.
+        output_ND = output_ND.index_select(0, order_N.argsort())
+        return output_ND.view(*index_TK.shape, hidden_TD.shape[1]).sum(dim=1, dtype=hidden_TD.dtype)
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with statistics in at least fp32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Norm the last dim."""
+        wide = hidden_states.to(_at_least_fp32(hidden_states.dtype))
+        wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(hidden_states.dtype)
+
+
+def rotary_angles(hidden: Tensor, position_ids: Tensor, config: DecoderConfig) -> Angles:
+    """Return cosines and sines, each [B or 1, S, head_dim], in the dtype of `hidden`."""
+    dtype = _at_least_fp32(hidden.dtype)
+    steps = torch.arange(0, config.head_dim, 2, dtype=dtype, device=hidden.device)
+    angles = position_ids[..., None].to(dtype) * config.rope_theta ** (-steps / config.head_dim)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype)
+
+
+def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary embedding to [B, H, S, head_dim], halves paired as in Hugging Face models."""
+    first, second = states.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    # Under autocast the angles are wider than the states, and SDPA wants one dtype.
+    return (states * cos.unsqueeze(1) + turned * sin.unsqueeze(1)).to(states.dtype)
+
+
+def causal_padding_mask(attention_mask: Tensor | None) -> Tensor | None:
+    """Return [B, 1, S, S], True where a query may look; `None` (plain causal) without padding mask.
+
+    Every position sees itself, padding included: no row is empty, so no softmax yields NaN.
+    """
+    if attention_mask is None:
+        return None
+    length = attention_mask.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device).tril()
+    itself = torch.eye(length, dtype=torch.bool, device=attention_mask.device)
+    return (causal & attention_mask.bool()[:, None, None, :]) | itself
+
+
+def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross entropy of each position's successor; zero, with a graph, if all are ignored."""
+    targets = F.pad(labels, (0, 1), value=-100)[:, 1:].flatten()
+    wide = logits.flatten(0, 1).to(_at_least_fp32(logits.dtype))
+    total = F.cross_entropy(wide, targets, ignore_index=-100, reduction="sum")
+    return total / (targets != -100).sum().clamp(min=1)
+
+
+def grouped_linear(rows_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+    """Multiply the rows of each expert, stored one group after the other, by its own weight.
+
+    An expert without rows gets a zero gradient, never None.
+    """
+    if serves_grouped_mm(rows_NI, weight_EOI):
+        ends_E = counts_E.cumsum(0).to(torch.int32)
+        return F.grouped_mm(rows_NI, weight_EOI.transpose(1, 2), offs=ends_E)
+    return grouped_linear_ref(rows_NI, weight_EOI, counts_E)
+
+
+def grouped_linear_ref(rows_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+    """Loop over the experts: the readable form of `grouped_linear`, for every dtype and shape."""
+    pairs = zip(rows_NI.split(counts_E.tolist()), weight_EOI.unbind(0), strict=True)
+    return torch.cat([F.linear(rows, weight) for rows, weight in pairs])
+
+
+def serves_grouped_mm(rows_NI: Tensor, weight_EOI: Tensor) -> bool:
+    """Whether torch's grouped matmul takes these operands, its backward included."""
+    dtype, size = rows_NI.dtype, rows_NI.element_size()
+    # Row strides of operands, results and gradients must be multiples of 16 bytes.
+    aligned = all(width * size % 16 == 0 for width in weight_EOI.shape[1:])
+    if not aligned or rows_NI.shape[0] == 0 or weight_EOI.dtype != dtype:
+        return False
+    if rows_NI.device.type == "cuda":
+        capable = torch.cuda.get_device_capability(rows_NI.device) >= (8, 0)
+        return capable and dtype == torch.bfloat16
+    return rows_NI.device.type == "cpu" and dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+@torch.no_grad()
+def initialize_weights(decoder: Decoder, config: DecoderConfig) -> None:
+    """Draw every weight again, in the order of `named_parameters`; norms are 1, biases 0."""
+    output_std = config.initializer_range / math.sqrt(2 * config.num_hidden_layers)
+    for name, parameter in decoder.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.fill_(1.0)
+        elif name.endswith(".bias"):
+            parameter.zero_()
+        else:
+            is_output = "o_proj" in name or "down_proj" in name
+            parameter.normal_(std=output_std if is_output else config.initializer_range)
+
+
+def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _compute_dtype(states: Tensor) -> torch.dtype:
+    # grouped_mm ignores autocast; like autocast itself, this leaves fp64 alone.
+    device = states.device.type
+    if states.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return states.dtype
+    return torch.get_autocast_dtype(device)
+
+
+def _check_sizes(config: DecoderConfig) -> None:
+    fields = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads"
+    for field in f"{fields} num_key_value_heads num_experts moe_intermediate_size".split():
+        _require(config, field, getattr(config, field) >= 1, "at least 1")
+
+
+def _check_divides(config: DecoderConfig, field: str, whole: str) -> None:
+    size = getattr(config, whole)
+    divisors = [n for n in range(1, size + 1) if size % n == 0]
+    legal = f"a divisor of {whole}={size} (else heads are cut): {', '.join(map(str, divisors))}"
+    _require(config, field, getattr(config, field) in divisors, legal)
+
+
+def _check_options(config: DecoderConfig) -> None:
+    experts, layers = config.num_experts, config.num_hidden_layers
+    used, shared = config.num_experts_per_tok, config.shared_expert_intermediate_size
+    pairs = config.head_dim > 0 and config.head_dim % 2 == 0
+    inside = all(0 <= layer < layers for layer in config.mlp_only_layers)
+    _require(config, "head_dim", pairs, "even: rotary embedding turns pairs")
+    _require(config, "num_experts_per_tok", 1 <= used <= experts, f"in 1..{experts} (num_experts)")
+    _require(config, "shared_expert_intermediate_size", shared >= 0, "at least 0, which means none")
+    _require(config, "mlp_only_layers", inside, f"in 0..{layers - 1} (num_hidden_layers - 1)")
+    for field in ("attention_dropout", "hidden_dropout"):
+        _require(config, field, 0.0 <= getattr(config, field) < 1.0, "in [0, 1)")
+
+
+def _require(config: DecoderConfig, field: str, holds: bool, legal: str) -> None:
+    if not holds:
+        raise ValueError(f"{field}={getattr(config, field)} must be {legal}. Change `{field}`.")

@@ -1,0 +1,148 @@
+"""Fold one model: check everything, then experts, tensor parallelism, families and sharding, in this order.
+
+Nothing is touched before all checks have passed. Afterwards every parameter that more than one rank needs is a DTensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lightning_fold.model.inspect import ExpertsSpec, ModelParts, find_parts
+from lightning_fold.model.structure import check_decoder
+from lightning_fold.model.swap import swap_experts
+from lightning_fold.model.tensor_parallel import TensorParallel
+from lightning_fold.params import Family, assign_families, shard_over_data
+from lightning_fold.topology import doctor
+from lightning_fold.topology.comm import Comm
+from lightning_fold.topology.folding import Folding
+
+
+@dataclass(frozen=True)
+class FoldedModel:
+    """What set-up has made of the user's model.
+
+    Attributes:
+        parts: The parts that were found.
+        families: Family of every parameter name.
+        halved: Names of live [E, 2, F, D] parameters.
+        sharded: Modules that FSDP2 manages.
+        roots: Those of them that steps call.
+        num_local: Parameters that this rank stores.
+        num_total: Parameters of the model.
+    """
+
+    parts: ModelParts
+    families: Mapping[str, Family]
+    halved: frozenset[str]
+    sharded: tuple[FSDPModule, ...]
+    roots: tuple[FSDPModule, ...]
+    num_local: int
+    num_total: int
+
+    def describe(self, folding: Folding) -> str:
+        """The block that rank 0 logs at start."""
+        groups = "  ".join(
+            f"{axis} {list(folding.group_of(0, axis))}"
+            for axis in ("tp", "dp", "etp", "ep", "edp")
+            if len(folding.group_of(0, axis)) > 1
+        )
+        lines = [
+            f"lightning_fold: mapping {folding.mapping_id}, {folding.world} ranks",
+            f"  groups of rank 0: {groups or 'none'}",
+            f"  parameters: {self.num_total:,} in all, {self.num_local:,} stored by rank 0",
+        ]
+        num_experts = min(spec.num_experts for spec in self.parts.experts)
+        best = doctor.largest_legal_ep(folding.stage_size, num_experts)
+        if folding.ep * folding.etp == 1 and best > 1:
+            lines.append(f"  expert_parallel_size=1; up to {best} is possible on these ranks")
+        return "\n".join(lines)
+
+
+def fold_model(module: nn.Module, *, comm: Comm, dispatcher: str) -> FoldedModel:
+    """Fold the model in `module`. Every rank calls it with equal weights.
+
+    Args:
+        module: The LightningModule.
+        comm: Collectives.
+        dispatcher: See `FoldedConfig.dispatcher`.
+
+    Raises:
+        ValueError: The model does not fit the mapping.
+    """
+    parts, folding = find_parts(module), comm.meshes.folding
+    outside = _outside(module, parts, folding)
+    for spec in parts.experts:
+        _check_experts(spec, folding)
+    decoder = check_decoder(parts, folding) if folding.tp > 1 else None
+    num_total = sum(p.numel() for p in module.parameters())
+    halved = swap_experts(parts.experts, comm=comm, dispatcher=dispatcher)
+    if decoder is not None:
+        TensorParallel(comm).apply(decoder)
+    families = assign_families(
+        [name for name, _ in module.named_parameters()],
+        experts=[spec.name for spec in parts.experts],
+        routers=parts.routers,
+        shared=parts.shared,
+    )
+    units = [*(layer for _, layer in parts.layers), parts.core, *outside]
+    by_param = {param: families[name] for name, param in module.named_parameters()}
+    sharded = shard_over_data(units, families=by_param, meshes=comm.meshes)
+    roots = [m for m in sharded if m is parts.core or any(m is o for o in outside)]
+    return FoldedModel(
+        parts=parts,
+        families=families,
+        halved=frozenset(halved),
+        sharded=tuple(sharded),
+        roots=tuple(roots),
+        num_local=sum(_num_local(p) for p in module.parameters()),
+        num_total=num_total,
+    )
+
+
+def _check_experts(spec: ExpertsSpec, folding: Folding) -> None:
+    if spec.refusal is not None:
+        if folding.ep * folding.etp > 1:
+            raise ValueError(
+                f"{spec.name} ({type(spec.module).__name__}) cannot be spread over experts ranks: "
+                f"{spec.refusal}. Legal: expert_parallel_size=1 and expert_tensor_parallel_size=1."
+            )
+        return
+    doctor.check_experts(
+        spec.name,
+        num_experts=spec.num_experts,
+        num_experts_per_token=1,
+        width=spec.width,
+        folding=folding,
+    )
+
+
+def _outside(module: nn.Module, parts: ModelParts, folding: Folding) -> list[nn.Module]:
+    """Children of the LightningModule beside the core that have parameters; each becomes its own root."""
+    direct = [name for name, p in module._parameters.items() if p is not None]
+    if direct and folding.world > 1:
+        raise ValueError(
+            f"parameters directly on {type(module).__name__} ({', '.join(direct)}) would not be "
+            f"averaged over ranks. Move them into a submodule, for example into self.{parts.core_name}."
+        )
+    others = [
+        (name, child)
+        for name, child in module.named_children()
+        if child is not parts.core and any(True for _ in child.parameters())
+    ]
+    if others and folding.tp > 1:
+        raise ValueError(
+            f"self.{others[0][0]} has parameters outside self.{parts.core_name}; under "
+            f"tensor_parallel_size={folding.tp} every tp rank computes it on the same tokens, and its "
+            f"gradient would be counted {folding.tp} times. Move it into self.{parts.core_name} or "
+            f"set tensor_parallel_size=1."
+        )
+    return [child for _, child in others]
+
+
+def _num_local(param: nn.Parameter) -> int:
+    return param.to_local().numel() if isinstance(param, DTensor) else param.numel()

@@ -1,0 +1,212 @@
+"""Find the parts of a user's model: the called core, the experts, routers, shared experts and decoder layers.
+
+Reads structure only and changes nothing; whatever cannot be handled is refused here, before a parameter is touched.
+Matching is by shape of the contract, not by class: `experts(hidden, index, weights)` with stacked three-dimensional
+weights covers the Hugging Face families and any module written the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+ROUTER_NAMES = ("gate", "router")
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """One experts container.
+
+    Attributes:
+        name: Qualified name from the LightningModule.
+        module: The container.
+        num_experts: E.
+        width: F, the width of one expert.
+        activation: Maps [R, 2F], gate half then up half, to [R, F].
+        refusal: Why the container cannot be folded; None when it can.
+    """
+
+    name: str
+    module: nn.Module
+    num_experts: int
+    width: int
+    activation: Callable[[Tensor], Tensor]
+    refusal: str | None
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """What the strategy works on; names are qualified from the LightningModule.
+
+    Attributes:
+        core_name: Attribute of the LightningModule that its steps call.
+        core: That module.
+        experts: Experts containers, in order of the forward.
+        routers: Names of routers.
+        shared: Names of shared experts and their gates.
+        layers: Decoder layers with their names: the units that FSDP2 gathers together.
+    """
+
+    core_name: str
+    core: nn.Module
+    experts: tuple[ExpertsSpec, ...]
+    routers: tuple[str, ...]
+    shared: tuple[str, ...]
+    layers: tuple[tuple[str, nn.Module], ...]
+
+
+def find_parts(lightning_module: nn.Module) -> ModelParts:
+    """Find the parts of the model in `lightning_module`.
+
+    Raises:
+        ValueError: No MoE block, several modules with MoE blocks, or a compiled model.
+    """
+    _refuse_compiled(lightning_module)
+    blocks = dict(_find_blocks(lightning_module))
+    if not blocks:
+        raise ValueError(_explain_no_blocks(lightning_module))
+    core_name = _core_name(blocks)
+    core = lightning_module.get_submodule(core_name)
+    experts = tuple(_spec(name, module) for name, module in blocks.items())
+    return ModelParts(
+        core_name=core_name,
+        core=core,
+        experts=experts,
+        routers=tuple(_siblings(lightning_module, blocks, lambda child: child in ROUTER_NAMES)),
+        shared=tuple(_siblings(lightning_module, blocks, lambda child: child.startswith("shared"))),
+        layers=tuple(_layers(lightning_module, blocks)),
+    )
+
+
+def _find_blocks(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Experts containers: stacked weights, or a list of expert modules under the name `experts`."""
+    for name, module in root.named_modules():
+        stacked = _is_stacked(module)
+        listed = name.rpartition(".")[2] == "experts" and isinstance(module, nn.ModuleList)
+        if stacked or listed:
+            yield name, module
+
+
+def _is_stacked(module: nn.Module) -> bool:
+    down = module._parameters.get("down_proj")
+    first = module._parameters.get("gate_up_proj", module._parameters.get("up_proj"))
+    return all(p is not None and p.dim() == 3 for p in (down, first))
+
+
+def _spec(name: str, module: nn.Module) -> ExpertsSpec:
+    refusal = _refusal(module)
+    if not _is_stacked(module):
+        num_experts = len(module) if isinstance(module, nn.ModuleList) else 0
+        return ExpertsSpec(name, module, num_experts, 0, _swiglu, refusal)
+    down = module._parameters["down_proj"]
+    assert down is not None
+    num_experts, width = down.shape[0], down.shape[2]
+    activation = getattr(module, "_apply_gate", None) or _gated(getattr(module, "act_fn", None))
+    return ExpertsSpec(name, module, num_experts, width, activation, refusal)
+
+
+def _refusal(module: nn.Module) -> str | None:
+    """Why a container cannot be folded, by the flags that transformers sets on its experts classes."""
+    if not _is_stacked(module):
+        return "its experts are a list of modules, not stacked [E, 2F, D] and [E, D, F] weights"
+    if "gate_up_proj" not in module._parameters:
+        return "its experts have no gate (`up_proj` only)"
+    flags = {
+        "is_transposed": "its weights are stored transposed, as [E, D, 2F]",
+        "has_post_expert_norm": "it normalises inside each expert",
+    }
+    for flag, reason in flags.items():
+        if getattr(module, flag, False):
+            return reason
+    if not getattr(module, "is_concatenated", True):
+        return "gate and up rows are interleaved in its weights"
+    extra = sorted(set(module._parameters) - {"gate_up_proj", "down_proj"})
+    extra += [
+        name for name, _ in module.named_children() if list(module.get_submodule(name).parameters())
+    ]
+    if extra:
+        return f"it has further parameters ({', '.join(extra)})"
+    gate_up, down = module.gate_up_proj, module.down_proj
+    if gate_up.shape[1] != 2 * down.shape[2] or gate_up.shape[2] != down.shape[1]:
+        shapes = f"{tuple(gate_up.shape)} and {tuple(down.shape)}"
+        return f"its weights {shapes} are not [E, 2F, D] and [E, D, F]"
+    return None
+
+
+def _swiglu(gate_up: Tensor) -> Tensor:
+    return _gated(nn.functional.silu)(gate_up)
+
+
+def _gated(act_fn: Callable[[Tensor], Tensor] | None) -> Callable[[Tensor], Tensor]:
+    activation = act_fn or nn.functional.silu
+
+    def apply(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return activation(gate) * up
+
+    return apply
+
+
+def _core_name(blocks: dict[str, nn.Module]) -> str:
+    owners = sorted({name.partition(".")[0] for name in blocks})
+    if len(owners) > 1 or any("." not in name for name in blocks):
+        raise ValueError(
+            f"MoE blocks must lie in one submodule of the LightningModule, the one that its steps "
+            f"call; found them under {', '.join(owners)}. Put the model under one attribute, for "
+            f"example `self.model`."
+        )
+    return owners[0]
+
+
+def _siblings(
+    root: nn.Module, blocks: dict[str, nn.Module], wanted: Callable[[str], bool]
+) -> Iterator[str]:
+    for name in blocks:
+        parent = name.rpartition(".")[0]
+        for child, _ in root.get_submodule(parent).named_children():
+            if wanted(child):
+                yield f"{parent}.{child}"
+
+
+def _layers(root: nn.Module, blocks: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Items of the outermost ModuleLists that hold experts, dense-first layers included."""
+    seen: set[str] = set()
+    for block in blocks:
+        parts = block.split(".")
+        for depth in range(1, len(parts)):
+            name = ".".join(parts[:depth])
+            if isinstance(root.get_submodule(name), nn.ModuleList) and name not in seen:
+                seen.add(name)
+                yield from (
+                    (f"{name}.{i}", m) for i, m in root.get_submodule(name).named_children()
+                )
+                break
+            if name in seen:
+                break
+
+
+def _refuse_compiled(root: nn.Module) -> None:
+    for name, module in root.named_modules():
+        compiled = isinstance(module, torch._dynamo.OptimizedModule)
+        if compiled or getattr(module, "_compiled_call_impl", None) is not None:
+            raise ValueError(
+                f"{name or type(root).__name__} is wrapped by torch.compile. The strategy replaces "
+                "forwards and shards parameters at set-up, which a compiled graph would not see. "
+                "Pass the module uncompiled."
+            )
+
+
+def _explain_no_blocks(root: nn.Module) -> str:
+    names = [
+        f"  {n}: {type(m).__name__}" for n, m in root.named_modules() if n and n.count(".") < 4
+    ]
+    tree = "\n".join(names[:24]) + ("\n  ..." if len(names) > 24 else "")
+    return (
+        f"{type(root).__name__} has no MoE block: no submodule holds stacked expert weights "
+        f"(`gate_up_proj` [E, 2F, D] and `down_proj` [E, D, F]). Build the model in __init__ or "
+        f"configure_model, or train it with another strategy, for example 'ddp'. Modules seen:\n"
+        f"{tree or '  none'}"
+    )

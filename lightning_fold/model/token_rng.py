@@ -1,0 +1,52 @@
+"""Random numbers inside the layers when tensor parallelism gives each rank its own tokens.
+
+Outside the layers tp peers hold replicas of a token and must draw the same mask: they share the default generator.
+Inside, each owns other tokens and draws from a generator seeded by the default one and its tp rank. The seed comes out
+of the default generator, so checkpointing, which restores that, restores the masks of a recomputed layer too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+# An odd multiplier keeps the seeds of different ranks apart modulo 2**63.
+_STRIDE = 0x9E3779B97F4A7C15
+
+
+def per_rank_rng(forward: Callable[..., Any], tp_rank: int) -> Callable[..., Any]:
+    """Wrap a layer's forward so that tp ranks draw different random numbers, in training."""
+
+    @functools.wraps(forward)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        seed = int(torch.randint(2**62, ()))
+        with torch.random.fork_rng(devices=_devices()):
+            torch.manual_seed((seed + tp_rank * _STRIDE) % 2**63)
+            return forward(*args, **kwargs)
+
+    return wrapped
+
+
+def has_randomness(module: nn.Module) -> bool:
+    """Whether any dropout or jitter of the model is on; without any, layers need no generator of their own."""
+    return any(
+        isinstance(value, float) and value > 0 and _is_rate(name)
+        for owner in [*module.modules(), getattr(module, "config", None)]
+        for name, value in _attributes(owner).items()
+    )
+
+
+def _is_rate(name: str) -> bool:
+    return name == "p" or "dropout" in name or "jitter" in name
+
+
+def _attributes(owner: Any) -> dict[str, Any]:
+    return getattr(owner, "__dict__", {})
+
+
+def _devices() -> list[int]:
+    return [torch.cuda.current_device()] if torch.cuda.is_available() else []

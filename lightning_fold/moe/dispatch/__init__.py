@@ -1,0 +1,7 @@
+"""Dispatchers: how token rows reach the ranks that hold their experts, and how results come back."""
+
+from lightning_fold.moe.dispatch.all_to_all import AllToAllDispatcher
+from lightning_fold.moe.dispatch.base import Dispatcher
+from lightning_fold.moe.dispatch.local import LocalDispatcher
+
+__all__ = ["AllToAllDispatcher", "Dispatcher", "LocalDispatcher"]

@@ -1,0 +1,85 @@
+"""One folded experts container: dispatch, experts, combine.
+
+A MoE layer is five segments: attend and route (1) and merge (5) stay the model's own code; this module owns the three
+between them, behind the contract `experts(hidden_TD, index_TK, weights_TK)`. It holds configuration only; parameters
+stay in the container that the user built.
+"""
+
+# Shapes.  T local tokens   K top-k   R rows of this rank's experts   E all experts   D model width
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_fold.moe.dispatch.base import Dispatcher
+from lightning_fold.moe.experts import run_experts
+from lightning_fold.moe.routing import Routing
+from lightning_fold.telemetry import RoutingCounts, Telemetry
+
+
+class FoldedExperts:
+    """Replaces the forward of an experts container whose weights live on (ep, etp).
+
+    Args:
+        container: Holds `gate_up_proj` [E, 2, F, D] and `down_proj` [E, D, F], as DTensors on (ep, etp) or plain.
+        name: Qualified name of the container, for errors and telemetry.
+        num_experts: E, over all ranks.
+        dispatcher: Moves the rows.
+        activation: Maps [R, 2F], gate half then up half, to [R, F].
+        telemetry: Receives one `RoutingCounts` a forward when somebody subscribed.
+    """
+
+    def __init__(
+        self,
+        container: nn.Module,
+        *,
+        name: str,
+        num_experts: int,
+        dispatcher: Dispatcher[Any],
+        activation: Callable[[Tensor], Tensor],
+        telemetry: Telemetry,
+    ) -> None:
+        self.container = container
+        self.name = name
+        self.num_experts = num_experts
+        self.dispatcher = dispatcher
+        self.activation = activation
+        self.telemetry = telemetry
+
+    def __call__(self, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Weighted sum of the chosen experts of every local token, [T, D].
+
+        Collective over ep and etp: every rank calls it once a layer and forward, also with T = 0.
+        """
+        routing = Routing(index_TK, weights_TK, self.num_experts)
+        if self.telemetry.wants(RoutingCounts):
+            counts_E, training = routing.counts_E(), self.container.training
+            self.telemetry.emit(RoutingCounts(self.name, counts_E, training))
+        rows, state = self.dispatcher.dispatch(hidden_TD.to(compute_dtype(hidden_TD)), routing)
+        out_RD = run_experts(
+            rows,
+            gate_up_e2FD=local_tensor(self.container.gate_up_proj),
+            down_eDF=local_tensor(self.container.down_proj),
+            activation=self.activation,
+        )
+        return self.dispatcher.combine(out_RD, state).to(hidden_TD.dtype)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The autocast dtype where autocast is on, else the dtype of `x`.
+
+    `grouped_mm` ignores autocast: without this cast a bf16-mixed run would compute its experts in fp32.
+    """
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
+def local_tensor(param: Any) -> Tensor:
+    """This rank's shard of a parameter; its gradient becomes a DTensor with the same placements."""
+    return param.to_local() if isinstance(param, DTensor) else param

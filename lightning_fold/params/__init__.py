@@ -1,0 +1,16 @@
+"""Parameters: families, the table of gradient sums, sharding over data axes, the gradient norm."""
+
+from lightning_fold.params.clip import clip_by_norm, clip_by_value, gradient_norm
+from lightning_fold.params.families import Family, assign_families, reduce_axes
+from lightning_fold.params.shard import reshard, shard_over_data
+
+__all__ = [
+    "Family",
+    "assign_families",
+    "clip_by_norm",
+    "clip_by_value",
+    "gradient_norm",
+    "reduce_axes",
+    "reshard",
+    "shard_over_data",
+]

@@ -1,0 +1,120 @@
+"""Shard parameters over the axes that their gradients are summed over, with FSDP2.
+
+The table of `params.families` literally becomes the FSDP2 mesh of each parameter:
+
+    axes of the sum     mesh        parameters
+    edp                 edp         experts, DTensors on (ep, etp)
+    dp cp               dp_cp       dense, DTensors on tp
+    dp cp tp            stage       whole on every tp rank: norms, router, shared experts, replicated key/value
+
+FSDP2 divides nothing here: the loss is divided once by the strategy. A parameter whose mesh has one rank stays out of
+FSDP2. The two private names come from the docstring of `fully_shard`, which tells users to import them from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_fold.params.families import Family, reduce_axes
+from lightning_fold.topology.meshes import Meshes
+
+MESH_OF_AXES = {("edp",): "edp", ("dp", "cp"): "dp_cp", ("dp", "cp", "tp"): "stage"}
+
+
+def shard_over_data(
+    units: Iterable[nn.Module],
+    *,
+    families: Mapping[nn.Parameter, Family],
+    meshes: Meshes,
+) -> list[FSDPModule]:
+    """Apply FSDP2 to `units`, innermost first; the last one must hold all others.
+
+    Parameters stay gathered between forward and backward. Gradients are reduced in fp32 where parameters are narrower.
+
+    Args:
+        units: Modules whose parameters are gathered and reduced together.
+        families: Family of every parameter.
+        meshes: Where to shard.
+
+    Returns:
+        The modules that FSDP2 manages; empty where nothing is spread over more than one rank.
+    """
+    infos = _mesh_infos(meshes)
+    chosen = {param: MESH_OF_AXES[_axes(param, family)] for param, family in families.items()}
+    alone = {param for param, mesh in chosen.items() if meshes.size(mesh) == 1}
+    managed = []
+    for unit in units:
+        if all(param in alone for param in unit.parameters()):
+            continue
+        fully_shard(
+            unit,
+            mesh=infos["stage"].mesh,
+            reshard_after_forward=False,
+            shard_placement_fn=lambda param: _place(param, infos[chosen[param]]),
+            mp_policy=_policy(unit),
+            ignored_params=alone,
+        )
+        assert isinstance(unit, FSDPModule)
+        sum_only(unit)
+        managed.append(unit)
+    return managed
+
+
+def sum_only(module: FSDPModule) -> None:
+    """Make FSDP2 sum gradients without dividing. Neither setter recurses into submodules.
+
+    A divide factor alone asks for a pre-multiplied sum in fp32 and bf16, which Gloo refuses and NCCL gets wrong in bf16.
+    """
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+
+
+def reshard(modules: Iterable[FSDPModule]) -> None:
+    """Return to shards after a forward without a backward.
+
+    Otherwise the whole parameters stay in place, and a later write to the shards is not seen by the next forward.
+    """
+    for module in modules:
+        module.reshard()
+
+
+def _axes(param: nn.Parameter, family: Family) -> tuple[str, ...]:
+    names = param.device_mesh.mesh_dim_names if isinstance(param, DTensor) else ()
+    return reduce_axes(family, names or ())
+
+
+def _mesh_infos(meshes: Meshes) -> dict[str, FSDPMeshInfo]:
+    """One FSDPMeshInfo a process group: FSDP2 refuses two for the same group."""
+    by_group: dict[int, FSDPMeshInfo] = {}
+    return {
+        axis: by_group.setdefault(
+            id(meshes.group(axis)), FSDPMeshInfo(meshes.mesh(axis), shard_mesh_dim=0)
+        )
+        for axis in MESH_OF_AXES.values()
+    }
+
+
+def _place(param: nn.Parameter, info: FSDPMeshInfo) -> ShardPlacementResult:
+    return ShardPlacementResult(Shard(_free_dim(param, info.mesh.size())), info)
+
+
+def _free_dim(param: nn.Parameter, parts: int) -> int:
+    """The first dimension that tp, ep and etp leave alone and `parts` divides, else 0.
+
+    Such a shard needs no strided placement, which DCP loads silently wrong off dimension 0.
+    """
+    placements = param.placements if isinstance(param, DTensor) else ()
+    taken = {placement.dim for placement in placements if isinstance(placement, Shard)}
+    free = [d for d in range(param.dim()) if d not in taken and param.shape[d] % parts == 0]
+    return free[0] if free else 0
+
+
+def _policy(unit: nn.Module) -> MixedPrecisionPolicy:
+    narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in unit.parameters())
+    return MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None)

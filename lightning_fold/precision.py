@@ -1,0 +1,91 @@
+"""What the strategy changes in Lightning's precision plugins: gradient clipping and the loss scaler.
+
+The plugin stays Lightning's own object; the policy (which dtype computes) is unchanged. Gradients live on two meshes, so
+clipping goes through `params.clip`, and a rank that sees an overflow in its shard must make all ranks skip the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_fold.params import clip_by_norm, clip_by_value
+
+SUPPORTED = ("32-true", "64-true", "bf16-true", "bf16-mixed", "16-mixed")
+_PLUGINS = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
+
+
+class FoldedGradScaler(torch.amp.GradScaler):
+    """Loss scaler whose overflow flag is shared by all ranks: each rank checks only its shards.
+
+    Unscaling is collective over all ranks.
+    """
+
+    def _unscale_grads_(  # type: ignore[override]
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        found = torch.zeros((), device=inv_scale.device)
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    grad = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+                    found += (~torch.isfinite(grad)).any()
+                    grad.mul_(inv_scale.to(grad.dtype))
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return {found.device: found.clamp(max=1.0)}
+
+
+def install(
+    plugin: Precision, *, on_norm: Callable[[Tensor], None], device: Callable[[], torch.device]
+) -> None:
+    """Route `plugin`'s clipping through `params.clip` and its scaler through `FoldedGradScaler`.
+
+    Args:
+        plugin: The Trainer's precision plugin.
+        on_norm: Receives every gradient norm before clipping.
+        device: Tells where the norm is accumulated; the device is unknown when the Trainer is built.
+    """
+    if type(plugin) not in _PLUGINS or plugin.precision not in SUPPORTED:
+        raise ValueError(
+            f"precision {plugin.precision!r} ({type(plugin).__name__}) is not supported by "
+            f"FoldedMoEStrategy; legal: {', '.join(SUPPORTED)}. Change the Trainer's `precision`."
+        )
+
+    def by_norm(optimizer: Optimizer, clip_val: float) -> None:
+        on_norm(clip_by_norm(_params(plugin, optimizer), float(clip_val), device=device()))
+
+    def by_value(optimizer: Optimizer, clip_val: float) -> None:
+        clip_by_value(_params(plugin, optimizer), float(clip_val))
+
+    bound: Any = plugin
+    bound.clip_grad_by_norm, bound.clip_grad_by_value = by_norm, by_value
+    if isinstance(plugin, MixedPrecision) and type(plugin.scaler) is torch.amp.GradScaler:
+        plugin.scaler = _folded_scaler(plugin.scaler)
+
+
+def _params(plugin: Precision, optimizer: Optimizer) -> list[nn.Parameter]:
+    return list(plugin.main_params(optimizer))
+
+
+def _folded_scaler(scaler: torch.amp.GradScaler) -> FoldedGradScaler:
+    return FoldedGradScaler(
+        scaler._device,
+        init_scale=scaler._init_scale,
+        growth_factor=scaler._growth_factor,
+        backoff_factor=scaler._backoff_factor,
+        growth_interval=scaler._growth_interval,
+        enabled=scaler._enabled,
+    )

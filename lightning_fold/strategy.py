@@ -1,0 +1,471 @@
+"""FoldedMoEStrategy: the order of set-up, and delegation.
+
+Owns the order in which a model is inspected, folded, sharded and given its optimizers, and the answers to Lightning's
+questions about ranks. Decides no mapping (`topology`), touches no gradient but for the one division (`params`), and
+leaves `strategy.model is lightning_module`, so that keys and hooks stay the user's.
+"""
+
+from __future__ import annotations
+
+import __main__
+import weakref
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp_if_available
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.optim import Optimizer
+
+from lightning_fold import compat, precision
+from lightning_fold.checkpoint import Canonical, is_sharded, load_sharded, remove, save_sharded
+from lightning_fold.config import FoldedConfig
+from lightning_fold.model.fold import FoldedModel, fold_model
+from lightning_fold.params import Family, reshard
+from lightning_fold.telemetry import Telemetry
+from lightning_fold.topology.comm import Comm
+from lightning_fold.topology.doctor import resolve_folding
+from lightning_fold.topology.folding import Folding
+from lightning_fold.topology.meshes import Meshes, build_meshes
+from lightning_fold.topology.replicas import seed_token_owners, sync_module_states
+
+
+class FoldedMoEStrategy(ParallelStrategy):
+    """Train a Mixture-of-Experts model with separate mappings for attention and MoE layers.
+
+    Every argument is a field of `lightning_fold.config.FoldedConfig`, which says what it does and what it costs. Data
+    parallel degrees follow from the world. An argument whose feature is not built raises for any value but its default.
+    """
+
+    strategy_name = "folded_moe"
+
+    def __init__(
+        self,
+        tensor_parallel_size: int = 1,
+        context_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
+        expert_tensor_parallel_size: int = 1,
+        data_parallel_shard: Literal["optimizer", "full"] = "optimizer",
+        capacity_factor: float | None = None,
+        token_drop: Literal["probability", "position"] = "probability",
+        dispatcher: Literal["auto", "local", "all_to_all"] = "auto",
+        context_parallel_method: Literal["all_gather", "ulysses", "ring"] = "all_gather",
+        pipeline_schedule: str = "1f1b",
+        virtual_pipeline_size: int = 1,
+        num_microbatches: int | None = None,
+        microbatch_size: int | None = None,
+        pipeline_layout: str | None = None,
+        activation_checkpointing: Literal["none", "selective", "full"] = "none",
+        expert_precision: Literal["bf16", "fp8_block"] = "bf16",
+        moe_layers: dict[str, Any] | None = None,
+        save_distributed_checkpoint: bool = True,
+        meta_init: bool = False,
+        init_from: str | None = None,
+        router: Literal["model", "folded", "balanced"] = "model",
+        router_options: dict[str, Any] | None = None,
+        sentinel_every: int = 0,
+    ) -> None:
+        arguments = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        super().__init__()
+        self.config = FoldedConfig(**arguments)
+        self.config.check()
+        self.num_nodes = 1
+        self.telemetry = Telemetry()
+        self.grad_norm: Tensor | None = None
+        self._comm: Comm | None = None
+        self._folded: FoldedModel | None = None
+        self._canonical: Canonical | None = None
+        self._names_before: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
+        self._core_called = False
+        self._extra_steps = 0
+
+    # What others may read.
+
+    @property
+    def folding(self) -> Folding:
+        """The mapping; known from the Trainer's construction on."""
+        c = self.config
+        return resolve_folding(
+            self.num_processes * self.num_nodes if self._comm is None else self.world_size,
+            tp=c.tensor_parallel_size,
+            cp=c.context_parallel_size,
+            pp=c.pipeline_parallel_size,
+            etp=c.expert_tensor_parallel_size,
+            ep=c.expert_parallel_size,
+        )
+
+    @property
+    def meshes(self) -> Meshes:
+        """The device meshes; from `setup_environment` on."""
+        return self.comm.meshes
+
+    @property
+    def comm(self) -> Comm:
+        """Collectives by axis name; from `setup_environment` on."""
+        if self._comm is None:
+            raise RuntimeError("the meshes exist only after the Trainer has set up its environment")
+        return self._comm
+
+    @property
+    def families(self) -> dict[str, Family]:
+        """Family of every parameter, by its name in `lightning_module.named_parameters()`."""
+        return self._model_or_raise().families
+
+    def consolidate(self, named: Mapping[str, Any]) -> dict[str, Any]:
+        """Whole tensors in the user's shapes on rank 0, `{}` elsewhere. Collective over all ranks."""
+        assert self._canonical is not None, "consolidate needs a model that is set up"
+        return self._canonical.consolidate(named)
+
+    # Set-up.
+
+    def _configure_launcher(self) -> None:
+        environment = self.cluster_environment
+        assert environment is not None
+        folding = self.folding  # Refuses an illegal mapping before any process starts.
+        if not environment.creates_processes_externally:
+            compat.check_relaunch(self.num_processes, getattr(__main__, "__file__", None))
+            self._launcher = _SubprocessScriptLauncher(
+                environment, self.num_processes, self.num_nodes
+            )
+        assert folding.world >= 1
+
+    def setup_environment(self) -> None:
+        """Start the process group and build the meshes, once per strategy."""
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        folding = self.folding
+        backend = "nccl" if self.root_device.type == "cuda" else "gloo"
+        environment = self.cluster_environment
+        assert environment is not None
+        _init_dist_connection(environment, backend, timeout=timedelta(minutes=30))
+        if self._comm is None:
+            meshes = build_meshes(folding, self.root_device.type)
+            self._comm = Comm(meshes, self.telemetry)
+
+    def setup(self, trainer: Trainer) -> None:
+        """Fold and shard the model once, then build optimizers if fitting. Collective over all ranks."""
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        compat.check_trainer(trainer)
+        module = self._module
+        if self._folded is None:
+            self._fold(module)
+        self.barrier()
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self._setup_fit(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            _optimizers_to_device(self.optimizers, self.root_device)
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            # FSDP2 would gather inference tensors, which a later training step cannot use.
+            loop.inference_mode = False
+
+    def _fold(self, module: LightningModule) -> None:
+        self._names_before = {
+            id(p): (weakref.ref(p), n) for n, p in module.named_parameters(remove_duplicate=False)
+        }
+        self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        if self.world_size > 1:
+            sync_module_states(module)
+        self._folded = fold_model(module, comm=self.comm, dispatcher=self.config.dispatcher)
+        self._canonical = Canonical(
+            module, halved=self._folded.halved, is_writer=self.is_global_zero
+        )
+        core = self._folded.parts.core
+        core.register_forward_pre_hook(self._note_core_call)
+        core.register_forward_hook(self._reshard_without_grad, always_call=True)
+        if self._folded.sharded:
+            compat.refuse_toggling(module)
+        rank_zero_info(self._folded.describe(self.folding))
+
+    def _setup_fit(self, trainer: Trainer) -> None:
+        self._reset_optimizers_and_schedulers()
+        self.setup_optimizers(trainer)
+        if self.world_size > 1:
+            seed_token_owners(self.comm)
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Build the optimizers on the folded parameters; rebind those that were built before."""
+        super().setup_optimizers(trainer)
+        current = dict(self._module.named_parameters())
+        before = {key: name for key, (ref, name) in self._names_before.items() if ref() is not None}
+        for optimizer in self.optimizers:
+            compat.rebind_stale_parameters(optimizer, current=current, names_before=before)
+            compat.check_optimizer(optimizer)
+
+    def model_to_device(self) -> None:
+        """Move the module to this rank's device."""
+        self._module.to(self.root_device)
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """Lightning's plugin, with clipping and loss scaling that know the meshes."""
+        return self._precision_plugin or Precision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if plugin is not None:
+            precision.install(plugin, on_norm=self._record_norm, device=lambda: self.root_device)
+        self._precision_plugin = plugin
+
+    def _record_norm(self, norm: Tensor) -> None:
+        self.grad_norm = norm
+
+    # Steps.
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's step; refuse one that bypasses the core, whose parameters would stay shards."""
+        self._core_called = False
+        out = super().training_step(*args, **kwargs)
+        if not self._core_called:
+            name = self._model_or_raise().parts.core_name
+            raise RuntimeError(
+                f"training_step did not call `self.{name}(...)`, the module that holds the MoE blocks. "
+                f"Its parameters are gathered when it is called; call it, not a submodule of it."
+            )
+        return out
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's step; a rank with fewer batches repeats its last one, so that experts stay served."""
+        out = super().predict_step(*args, **kwargs)
+        if self._module.trainer.predict_loop.batch_progress.is_last_batch:
+            for _ in range(self._extra_steps):
+                super().predict_step(*args, **kwargs)
+        return out
+
+    def on_predict_start(self) -> None:
+        """Count by how many batches the busiest dp rank exceeds this one. Collective over all ranks."""
+        own = sum(self._module.trainer.predict_loop.max_batches)
+        counts: list[Any] = [None] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(counts, own)
+        known = [count for count in counts if isinstance(count, int)]
+        self._extra_steps = max(known) - own if len(known) == len(counts) and known else 0
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Divide the loss by dp, the only division, and run the user's backward.
+
+        The mean over dp ranks of each rank's mean is then a sum of gradients (DESIGN section 5.4).
+        """
+        return super().backward(closure_loss / self.folding.dp, optimizer, *args, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Keep gradients local while accumulating; parameters stay gathered meanwhile."""
+        self._set_sync(False)
+        try:
+            yield
+        finally:
+            self._set_sync(True)
+
+    def _set_sync(self, enabled: bool) -> None:
+        for root in self._model_or_raise().roots:
+            root.set_requires_gradient_sync(enabled)
+            root.set_reshard_after_backward(enabled)
+
+    def _note_core_call(self, module: nn.Module, args: Any) -> None:
+        self._core_called = True
+
+    def _reshard_without_grad(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            self._reshard()
+
+    def _reshard(self) -> None:
+        reshard(self._folded.sharded if self._folded else ())
+
+    def on_validation_end(self) -> None:
+        """Return to shards, whatever the user's step did."""
+        self._reshard()
+
+    on_test_end = on_predict_end = on_validation_end
+
+    # Checkpoints.
+
+    restore_checkpoint_after_setup = property(lambda self: True)
+    lightning_restore_optimizer = property(lambda self: False)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Live shards, or with `save_distributed_checkpoint=False` whole tensors on rank 0. Collective."""
+        state: dict[str, Any] = self._module.state_dict()
+        return state if self.config.save_distributed_checkpoint else self.consolidate(state)
+
+    def optimizer_state(self, optimizer: Optimizer | LightningOptimizer) -> dict[str, Any]:
+        """State of one optimizer, in the same form as the module's. Collective."""
+        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if self.config.save_distributed_checkpoint:
+            return dict(get_optimizer_state_dict(self._module, inner))
+        assert self._canonical is not None
+        return self._canonical.optimizer_state(inner)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write a sharded folder or a consolidated file. Collective over all ranks."""
+        path = Path(self.broadcast(filepath))
+        if not self.config.save_distributed_checkpoint:
+            if self.is_global_zero and path.is_dir():
+                remove(path)
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        if storage_options is not None:
+            raise ValueError("storage_options are not used by sharded checkpoints; leave them out")
+        optimizers = checkpoint.pop("optimizer_states", [])
+        state = {
+            "state_dict": checkpoint.pop("state_dict"),
+            "optimizers": {str(i): s for i, s in enumerate(optimizers)},
+        }
+        replaced = save_sharded(
+            path, state=state, meta=checkpoint, is_writer=self.is_global_zero, barrier=self.barrier
+        )
+        if replaced:
+            rank_zero_warn(f"{path}: stored as text, being no primitive: {', '.join(replaced)}")
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Fill module and optimizers from a sharded folder or a consolidated file. Collective."""
+        path = Path(self.broadcast(checkpoint_path))
+        self._reshard()
+        fitting = self._module.trainer.state.fn == TrainerFn.FITTING
+        optimizers = list(self.optimizers) if fitting else []
+        if is_sharded(path):
+            return load_sharded(path, module=self._module, optimizers=optimizers)
+        if not path.is_file():
+            raise ValueError(
+                f"{path} is neither a consolidated checkpoint nor a complete sharded one"
+            )
+        checkpoint = super().load_checkpoint(path, weights_only)
+        assert self._canonical is not None
+        self._canonical.load_model(checkpoint["state_dict"], strict=self._module.strict_loading)
+        states = checkpoint.get("optimizer_states", [])
+        for optimizer, state in zip(optimizers, states, strict=bool(optimizers)):
+            self._canonical.load_optimizer(optimizer, state)
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing: `load_checkpoint` has filled the module."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing: `load_checkpoint` has filled the optimizers."""
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Delete a checkpoint on rank 0."""
+        if self.is_global_zero:
+            remove(Path(filepath))
+
+    # Ranks and Lightning's own collectives.
+
+    is_distributed = property(lambda self: True)
+
+    @property
+    def root_device(self) -> torch.device:
+        """Device of this rank."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices or ())
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Samples are divided over dp; tp peers read the same ones."""
+        return {"num_replicas": self.comm.size("dp"), "rank": self.comm.rank("dp")}
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Seed workers by dp rank, so that tp peers augment alike; Lightning would take the global rank."""
+        if hasattr(dataloader, "worker_init_fn"):
+            _auto_add_worker_init_fn(dataloader, self.comm.rank("dp"))  # type: ignore[arg-type]
+        return dataloader
+
+    def set_world_ranks(self) -> None:
+        """Tell the environment and Lightning's rank-zero helpers which rank this is."""
+        environment = self.cluster_environment
+        if environment is not None:
+            environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
+
+    def reduce(
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean"
+    ) -> Any:
+        """Reduce over the ranks with different samples (dp x cp): tp peers hold the same value."""
+        if not isinstance(tensor, Tensor) or self._comm is None:
+            return tensor
+        group = self.meshes.group("dp_cp") if group is None else group
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
+        """Agree on a decision over all ranks of the world."""
+        if self.world_size == 1:
+            return decision
+        flag = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(flag)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        if dist.is_initialized() and self.world_size > 1:
+            on_gpu = dist.get_backend() == "nccl"
+            dist.barrier(device_ids=[self.root_device.index] if on_gpu else None)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Object of rank `src`, on all ranks."""
+        if not dist.is_initialized() or self.world_size == 1:
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    def teardown(self) -> None:
+        """Leave parameters where they are: they are shards, and moving them helps nobody."""
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register `strategy="folded_moe"`."""
+        if cls.strategy_name not in strategy_registry:
+            strategy_registry.register(
+                cls.strategy_name, cls, description="Parallel folding with default degrees"
+            )
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    def _model_or_raise(self) -> FoldedModel:
+        if self._folded is None:
+            raise RuntimeError(
+                "the model is folded in `setup`; this needs a Trainer that has started"
+            )
+        return self._folded
+
+
+__all__ = ["FoldedMoEStrategy"]

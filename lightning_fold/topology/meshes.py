@@ -1,0 +1,112 @@
+"""Device meshes over the two views of the same ranks, and the process groups under them.
+
+Owns every process group of the product. Groups with equal rank lists are created once and shared: DeviceMesh does
+not do that by itself, so the meshes are made from groups of one cache. A rank creates only the groups it is in.
+Rank arithmetic is `folding`'s; nothing here decides a mapping.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_fold.topology.folding import Folding
+
+ATTENTION_AXES = ("pp", "dp", "cp", "tp")
+MOE_AXES = ("pp", "edp", "ep", "etp")
+# Joined axes: dp_cp holds the ranks that share a tensor-parallel shard, stage all ranks of a pipeline stage.
+DENSE_AXES = ("pp", "dp_cp", "tp")
+STAGE_AXES = ("pp", "stage")
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """The views of the ranks as device meshes; every axis name belongs to exactly one lookup.
+
+    Attributes:
+        folding: The degrees that the meshes realise.
+        attention: Axes (pp, dp, cp, tp).
+        moe: Axes (pp, edp, ep, etp).
+        dense: Axes (pp, dp_cp, tp), the storage mesh of dense parameters.
+        stage: Axes (pp, stage).
+    """
+
+    folding: Folding
+    attention: DeviceMesh
+    moe: DeviceMesh
+    dense: DeviceMesh
+    stage: DeviceMesh
+
+    def size(self, axis: str) -> int:
+        """Number of ranks along `axis`."""
+        return self.mesh(axis).size()
+
+    def rank(self, axis: str) -> int:
+        """This rank's coordinate on `axis`."""
+        return self.mesh(axis).get_local_rank()
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The process group of this rank on `axis`."""
+        return self.mesh(axis).get_group()
+
+    def mesh(self, axis: str) -> DeviceMesh:
+        """The one-dimensional mesh of this rank on `axis`."""
+        for view in (self.dense, self.moe, self.attention, self.stage):
+            if axis in cast("tuple[str, ...]", view.mesh_dim_names):
+                return view[axis]
+        raise ValueError(f"unknown mesh axis {axis!r}; axes: pp dp cp tp edp ep etp dp_cp stage")
+
+
+def build_meshes(folding: Folding, device_type: str) -> Meshes:
+    """Create the process groups and the meshes on them.
+
+    Collective over all ranks of the world; call once per process and keep the result.
+    """
+    cache: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    f = folding
+    shapes = {
+        ATTENTION_AXES: (f.pp, f.dp, f.cp, f.tp),
+        MOE_AXES: (f.pp, f.edp, f.ep, f.etp),
+        DENSE_AXES: (f.pp, f.dp * f.cp, f.tp),
+        STAGE_AXES: (f.pp, f.stage_size),
+    }
+    views = [_view(axes, shape, device_type, cache) for axes, shape in shapes.items()]
+    return Meshes(folding, *views)
+
+
+def _view(
+    axes: tuple[str, ...],
+    shape: tuple[int, ...],
+    device_type: str,
+    cache: dict[tuple[int, ...], dist.ProcessGroup],
+) -> DeviceMesh:
+    grid = torch.arange(dist.get_world_size()).view(shape)
+    groups = [_shared_group(_my_ranks(grid, dim), cache) for dim in range(grid.dim())]
+    return DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=axes)
+
+
+def _my_ranks(grid: torch.Tensor, dim: int) -> tuple[int, ...]:
+    rows = grid.movedim(dim, -1).reshape(-1, grid.shape[dim])
+    mine = (rows == dist.get_rank()).any(1)
+    return tuple(rows[mine][0].tolist())
+
+
+def _shared_group(
+    ranks: tuple[int, ...], cache: dict[tuple[int, ...], dist.ProcessGroup]
+) -> dist.ProcessGroup:
+    if ranks not in cache:
+        whole_world = len(ranks) == dist.get_world_size()
+        # Local synchronisation: a rank outside the group need not take part, so creation costs the
+        # number of groups a rank is in, not the number in the world.
+        cache[ranks] = (
+            cast("dist.ProcessGroup", dist.group.WORLD)
+            if whole_world
+            else cast(
+                "dist.ProcessGroup", dist.new_group(list(ranks), use_local_synchronization=True)
+            )
+        )
+    return cache[ranks]
