@@ -28,8 +28,8 @@ def check_trainer(trainer: Trainer) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
             raise ValueError(
-                f"{type(callback).__name__} keeps whole copies of the model beside it, and a folded "
-                "model is sharded over ranks. Remove the callback, or average consolidated "
+                f"{type(callback).__name__} keeps whole copies of the model beside it, and a "
+                "folded model is sharded over ranks. Remove the callback, or average consolidated "
                 "checkpoints (save_distributed_checkpoint=False) after training."
             )
 
@@ -62,7 +62,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     if isinstance(optimizer, LBFGS):
         raise ValueError(
-            f"{name} flattens all parameters into one vector; use a first-order optimizer."
+            f"{name} flattens all parameters into one vector; use an optimizer that does not."
         )
     fused = any(group.get("fused") for group in optimizer.param_groups)
     if fused and not isinstance(optimizer, FUSED_OK):
@@ -77,12 +77,14 @@ def rebind_stale_parameters(
 ) -> None:
     """Point an optimizer that was built before set-up at the parameters of the folded model.
 
-    LightningCLI and modules that build their optimizer in `__init__` hand over parameters that set-up has since replaced.
+    LightningCLI and modules that build their optimizer in `__init__` hand over parameters that
+    set-up has since replaced.
 
     Args:
         optimizer: Changed in place.
         current: Parameters by name.
-        names_before: Names by the id of the parameters that were there before set-up; they must still be alive.
+        names_before: Names by the id of the parameters that were there before set-up; they must
+            still be alive.
 
     Raises:
         ValueError: A parameter belongs to no module of the LightningModule.
@@ -93,7 +95,7 @@ def rebind_stale_parameters(
             if id(param) in known:
                 continue
             name = names_before.get(id(param))
-            if name not in current:
+            if name is None or name not in current:
                 raise ValueError(
                     f"{type(optimizer).__name__} holds a parameter of shape {tuple(param.shape)} "
                     "that is not in the LightningModule (any more). Build the optimizer in "
@@ -103,7 +105,7 @@ def rebind_stale_parameters(
 
 
 def refuse_toggling(module: LightningModule) -> None:
-    """Make `toggle_optimizer` an error: FSDP2 fixes `requires_grad` when it first gathers a parameter."""
+    """Make `toggle_optimizer` an error: FSDP2 fixes `requires_grad` at its first gather."""
 
     def toggle_optimizer(optimizer: Any) -> None:
         raise ValueError(

@@ -1,7 +1,8 @@
-"""What the strategy changes in Lightning's precision plugins: gradient clipping and the loss scaler.
+"""What the strategy changes in Lightning's precision plugins: clipping and the loss scaler.
 
-The plugin stays Lightning's own object; the policy (which dtype computes) is unchanged. Gradients live on two meshes, so
-clipping goes through `params.clip`, and a rank that sees an overflow in its shard must make all ranks skip the step.
+The plugin stays Lightning's own object; the policy (which dtype computes) is unchanged. Gradients
+live on two meshes, so clipping goes through `params.clip`, and a rank that sees an overflow in
+its shard must make all ranks skip the step.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class FoldedGradScaler(torch.amp.GradScaler):
     Unscaling is collective over all ranks.
     """
 
-    def _unscale_grads_(  # type: ignore[override]
+    def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         found = torch.zeros((), device=inv_scale.device)
@@ -56,7 +57,8 @@ def install(
     Args:
         plugin: The Trainer's precision plugin.
         on_norm: Receives every gradient norm before clipping.
-        device: Tells where the norm is accumulated; the device is unknown when the Trainer is built.
+        device: Tells where the norm is accumulated; the device is unknown when the Trainer is
+            built.
     """
     if type(plugin) not in _PLUGINS or plugin.precision not in SUPPORTED:
         raise ValueError(

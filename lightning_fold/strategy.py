@@ -1,13 +1,13 @@
 """FoldedMoEStrategy: the order of set-up, and delegation.
 
-Owns the order in which a model is inspected, folded, sharded and given its optimizers, and the answers to Lightning's
-questions about ranks. Decides no mapping (`topology`), touches no gradient but for the one division (`params`), and
-leaves `strategy.model is lightning_module`, so that keys and hooks stay the user's.
+Owns the order in which a model is inspected, folded, sharded and given its optimizers, and the
+answers to Lightning's questions about ranks. Decides no mapping (`topology`), touches no gradient
+but for the one division (`params`), and leaves `strategy.model is lightning_module`, so that keys
+and hooks stay the user's.
 """
 
 from __future__ import annotations
 
-import __main__
 import weakref
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -17,40 +17,42 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp_if_available
+from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
-from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
+from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined]
+    rank_zero_info,
+    rank_zero_warn,
+)
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 
+import __main__
 from lightning_fold import compat, precision
 from lightning_fold.checkpoint import Canonical, is_sharded, load_sharded, remove, save_sharded
 from lightning_fold.config import FoldedConfig
 from lightning_fold.model.fold import FoldedModel, fold_model
 from lightning_fold.params import Family, reshard
-from lightning_fold.telemetry import Telemetry
+from lightning_fold.ranks import MeshStrategy
 from lightning_fold.topology.comm import Comm
 from lightning_fold.topology.doctor import resolve_folding
 from lightning_fold.topology.folding import Folding
-from lightning_fold.topology.meshes import Meshes, build_meshes
+from lightning_fold.topology.meshes import build_meshes
 from lightning_fold.topology.replicas import seed_token_owners, sync_module_states
 
 
-class FoldedMoEStrategy(ParallelStrategy):
+class FoldedMoEStrategy(MeshStrategy):
     """Train a Mixture-of-Experts model with separate mappings for attention and MoE layers.
 
-    Every argument is a field of `lightning_fold.config.FoldedConfig`, which says what it does and what it costs. Data
-    parallel degrees follow from the world. An argument whose feature is not built raises for any value but its default.
+    Every argument is a field of `lightning_fold.config.FoldedConfig`, which says what it does and
+    what it costs. Data parallel degrees follow from the world. An argument whose feature is not
+    built raises for any value but its default.
     """
 
     strategy_name = "folded_moe"
@@ -86,10 +88,7 @@ class FoldedMoEStrategy(ParallelStrategy):
         super().__init__()
         self.config = FoldedConfig(**arguments)
         self.config.check()
-        self.num_nodes = 1
-        self.telemetry = Telemetry()
         self.grad_norm: Tensor | None = None
-        self._comm: Comm | None = None
         self._folded: FoldedModel | None = None
         self._canonical: Canonical | None = None
         self._names_before: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
@@ -112,24 +111,12 @@ class FoldedMoEStrategy(ParallelStrategy):
         )
 
     @property
-    def meshes(self) -> Meshes:
-        """The device meshes; from `setup_environment` on."""
-        return self.comm.meshes
-
-    @property
-    def comm(self) -> Comm:
-        """Collectives by axis name; from `setup_environment` on."""
-        if self._comm is None:
-            raise RuntimeError("the meshes exist only after the Trainer has set up its environment")
-        return self._comm
-
-    @property
     def families(self) -> dict[str, Family]:
         """Family of every parameter, by its name in `lightning_module.named_parameters()`."""
-        return self._model_or_raise().families
+        return dict(self._model_or_raise().families)
 
     def consolidate(self, named: Mapping[str, Any]) -> dict[str, Any]:
-        """Whole tensors in the user's shapes on rank 0, `{}` elsewhere. Collective over all ranks."""
+        """Whole tensors in the user's shapes on rank 0, `{}` elsewhere. Collective."""
         assert self._canonical is not None, "consolidate needs a model that is set up"
         return self._canonical.consolidate(named)
 
@@ -161,7 +148,7 @@ class FoldedMoEStrategy(ParallelStrategy):
             self._comm = Comm(meshes, self.telemetry)
 
     def setup(self, trainer: Trainer) -> None:
-        """Fold and shard the model once, then build optimizers if fitting. Collective over all ranks."""
+        """Fold and shard the model once, then build optimizers if fitting. Collective."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         compat.check_trainer(trainer)
@@ -234,28 +221,29 @@ class FoldedMoEStrategy(ParallelStrategy):
     # Steps.
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's step; refuse one that bypasses the core, whose parameters would stay shards."""
+        """Run the user's step; refuse one that bypasses the core, whose weights would be shards."""
         self._core_called = False
         out = super().training_step(*args, **kwargs)
         if not self._core_called:
             name = self._model_or_raise().parts.core_name
             raise RuntimeError(
-                f"training_step did not call `self.{name}(...)`, the module that holds the MoE blocks. "
+                f"training_step did not call `self.{name}(...)`, which holds the MoE blocks. "
                 f"Its parameters are gathered when it is called; call it, not a submodule of it."
             )
         return out
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's step; a rank with fewer batches repeats its last one, so that experts stay served."""
+        """Run the user's step; a rank with fewer batches repeats its last for its experts' sake."""
         out = super().predict_step(*args, **kwargs)
-        if self._module.trainer.predict_loop.batch_progress.is_last_batch:
+        progress: Any = self._module.trainer.predict_loop.batch_progress
+        if progress.is_last_batch:
             for _ in range(self._extra_steps):
                 super().predict_step(*args, **kwargs)
         return out
 
     def on_predict_start(self) -> None:
-        """Count by how many batches the busiest dp rank exceeds this one. Collective over all ranks."""
-        own = sum(self._module.trainer.predict_loop.max_batches)
+        """Count by how many batches the busiest dp rank exceeds this one. Collective."""
+        own: Any = sum(self._module.trainer.predict_loop.max_batches)
         counts: list[Any] = [None] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(counts, own)
@@ -307,7 +295,7 @@ class FoldedMoEStrategy(ParallelStrategy):
     lightning_restore_optimizer = property(lambda self: False)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Live shards, or with `save_distributed_checkpoint=False` whole tensors on rank 0. Collective."""
+        """Live shards, or whole tensors on rank 0 for a consolidated file. Collective."""
         state: dict[str, Any] = self._module.state_dict()
         return state if self.config.save_distributed_checkpoint else self.consolidate(state)
 
@@ -375,78 +363,6 @@ class FoldedMoEStrategy(ParallelStrategy):
         if self.is_global_zero:
             remove(Path(filepath))
 
-    # Ranks and Lightning's own collectives.
-
-    is_distributed = property(lambda self: True)
-
-    @property
-    def root_device(self) -> torch.device:
-        """Device of this rank."""
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Processes on this node."""
-        return len(self.parallel_devices or ())
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Samples are divided over dp; tp peers read the same ones."""
-        return {"num_replicas": self.comm.size("dp"), "rank": self.comm.rank("dp")}
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """Seed workers by dp rank, so that tp peers augment alike; Lightning would take the global rank."""
-        if hasattr(dataloader, "worker_init_fn"):
-            _auto_add_worker_init_fn(dataloader, self.comm.rank("dp"))  # type: ignore[arg-type]
-        return dataloader
-
-    def set_world_ranks(self) -> None:
-        """Tell the environment and Lightning's rank-zero helpers which rank this is."""
-        environment = self.cluster_environment
-        if environment is not None:
-            environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
-
-    def reduce(
-        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean"
-    ) -> Any:
-        """Reduce over the ranks with different samples (dp x cp): tp peers hold the same value."""
-        if not isinstance(tensor, Tensor) or self._comm is None:
-            return tensor
-        group = self.meshes.group("dp_cp") if group is None else group
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
-        """Agree on a decision over all ranks of the world."""
-        if self.world_size == 1:
-            return decision
-        flag = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
-        return bool(flag)
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks."""
-        if dist.is_initialized() and self.world_size > 1:
-            on_gpu = dist.get_backend() == "nccl"
-            dist.barrier(device_ids=[self.root_device.index] if on_gpu else None)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Object of rank `src`, on all ranks."""
-        if not dist.is_initialized() or self.world_size == 1:
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src)
-        return box[0]
-
-    def teardown(self) -> None:
-        """Leave parameters where they are: they are shards, and moving them helps nobody."""
-        assert self.cluster_environment is not None and self.accelerator is not None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register `strategy="folded_moe"`."""
@@ -454,11 +370,6 @@ class FoldedMoEStrategy(ParallelStrategy):
             strategy_registry.register(
                 cls.strategy_name, cls, description="Parallel folding with default degrees"
             )
-
-    @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
 
     def _model_or_raise(self) -> FoldedModel:
         if self._folded is None:

@@ -1,7 +1,8 @@
 """Grouped GEMM: consecutive groups of rows, each with its own weight.
 
-`grouped_gemm` is the checked entry, `grouped_gemm_ref` the plain form. A group without rows contributes nothing and its
-weight still gets a gradient of zeros, never None: optimizers and collectives meet the same parameters on all ranks.
+`grouped_gemm` is the checked entry, `grouped_gemm_ref` the plain form. A group without rows
+contributes nothing and its weight still gets a gradient of zeros, never None: optimizers and
+collectives meet the same parameters on all ranks.
 """
 
 # Shapes.  R rows   e experts   I input width   O output width

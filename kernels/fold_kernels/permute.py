@@ -1,6 +1,7 @@
 """Row permutation around the experts: copy rows out in expert order, gather and sum them back.
 
-Both directions are gathers in forward and backward, never scatters: sums have a fixed order and need no atomics.
+Both directions are gathers in forward and backward, never scatters: sums have a fixed order and
+need no atomics.
 """
 
 # Shapes.  T tokens   K top-k   N = T*K routed rows   D model width
@@ -58,7 +59,8 @@ class _Permute(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None, None]:
-        return _gather_and_sum(grad_ND, *ctx.saved_tensors, ctx.top_k), None, None, None
+        (inverse_N,) = ctx.saved_tensors
+        return _gather_and_sum(grad_ND, inverse_N, ctx.top_k), None, None, None
 
 
 class _Unpermute(Function):
@@ -72,4 +74,5 @@ class _Unpermute(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None, None]:
-        return _copy_out(grad_TD, *ctx.saved_tensors, ctx.top_k), None, None, None
+        (order_N,) = ctx.saved_tensors
+        return _copy_out(grad_TD, order_N, ctx.top_k), None, None, None

@@ -170,7 +170,7 @@ def thin_history(history: list[LoadRecord]) -> list[LoadRecord]:
     pairs = zip(history[::2], history[1::2], strict=False)
     joined = [
         LoadRecord(
-            late.step, {layer: rows for layer, rows in late.counts.items()}
+            late.step, {layer: early.counts[layer] + rows for layer, rows in late.counts.items()}
         )
         for early, late in pairs
     ]

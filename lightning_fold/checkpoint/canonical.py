@@ -1,7 +1,8 @@
 """Names and shapes of a checkpoint belong to the user's model, not to the mapping.
 
-Owns the way between live tensors (shards; first expert projections as [E, 2, F, D]) and the user's (whole; [E, 2F, D]),
-for weights, gradients and optimizer moments alike. Knows nothing of files.
+Owns the way between live tensors (shards; first expert projections as [E, 2, F, D]) and the
+user's (whole; [E, 2F, D]), for weights, gradients and optimizer moments alike. Knows nothing of
+files.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Canonical:
         return whole.flatten(1, 2) if name in self.halved and whole.dim() == 4 else whole
 
     def to_live(self, name: str, user: Tensor, live: Tensor) -> Tensor:
-        """This rank's part of a whole tensor, sharded and typed like `live`. Local: nothing is sent."""
+        """This rank's part of a whole tensor, sharded and typed like `live`. Sends nothing."""
         if name in self.halved and user.dim() == 3:
             user = user.unflatten(1, (2, -1))
         if user.shape != live.shape:
@@ -121,8 +122,8 @@ class Canonical:
         flat = [param for group in optimizer.param_groups for param in group["params"]]
         if state["state"] and max(state["state"]) >= len(flat):
             raise ValueError(
-                f"the checkpoint's optimizer has state for parameter {max(state['state'])}, this one "
-                f"has {len(flat)} parameters. Build the same parameter groups."
+                f"the checkpoint's optimizer has state for parameter {max(state['state'])}, this "
+                f"one has {len(flat)} parameters. Build the same parameter groups."
             )
         mapped = {
             index: {

@@ -1,8 +1,8 @@
-"""The sharded checkpoint: a folder written by DCP, each rank its own shards, and `meta.pt` beside them.
+"""The sharded checkpoint: a folder written by DCP, each rank its own shards, and `meta.pt`.
 
-The folder is written under a temporary name and renamed, so that an interrupted save leaves nothing that looks whole.
-`meta.pt` holds primitives and tensors only, and is read with `weights_only=True`. First expert projections are stored
-in their live [E, 2, F, D] form.
+The folder is written under a temporary name and renamed, so that an interrupted save leaves
+nothing that looks whole. `meta.pt` holds primitives and tensors only, and is read with
+`weights_only=True`. First expert projections are stored in their live [E, 2, F, D] form.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 META = "meta.pt"
@@ -55,7 +56,7 @@ def save_sharded(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     barrier()
-    dcp.save(dict(state), checkpoint_id=partial)
+    save(dict(state), checkpoint_id=partial)
     replaced: list[str] = []
     if is_writer:
         torch.save(_primitive(dict(meta), "", replaced), partial / META)
@@ -65,7 +66,9 @@ def save_sharded(
 
 
 def load_sharded(path: Path, *, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
-    """Fill `module` and `optimizers` from the folder `path`; return its meta. Collective over all ranks.
+    """Fill `module` and `optimizers` from the folder `path`; return its meta.
+
+    Collective over all ranks.
 
     Raises:
         ValueError: The folder was written by another model.
@@ -77,7 +80,7 @@ def load_sharded(path: Path, *, module: nn.Module, optimizers: list[Optimizer]) 
             for i, optimizer in enumerate(optimizers)
         }
     try:
-        dcp.load(state, checkpoint_id=path)
+        load(state, checkpoint_id=path)
     except (RuntimeError, ValueError, KeyError) as error:
         raise ValueError(
             f"{path} does not fit this model or its optimizers: {_last_line(error)}. Load it into "

@@ -1,6 +1,7 @@
-"""Fold one model: check everything, then experts, tensor parallelism, families and sharding, in this order.
+"""Fold one model: check all, then experts, tensor parallelism, families and sharding.
 
-Nothing is touched before all checks have passed. Afterwards every parameter that more than one rank needs is a DTensor.
+Nothing is touched before all checks have passed. Afterwards every parameter that more than one
+rank needs is a DTensor.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ def fold_model(module: nn.Module, *, comm: Comm, dispatcher: str) -> FoldedModel
     units = [*(layer for _, layer in parts.layers), parts.core, *outside]
     by_param = {param: families[name] for name, param in module.named_parameters()}
     sharded = shard_over_data(units, families=by_param, meshes=comm.meshes)
-    roots = [m for m in sharded if m is parts.core or any(m is o for o in outside)]
+    called = {id(parts.core), *(id(child) for child in outside)}
+    roots = [managed for managed in sharded if id(managed) in called]
     return FoldedModel(
         parts=parts,
         families=families,
@@ -122,12 +124,12 @@ def _check_experts(spec: ExpertsSpec, folding: Folding) -> None:
 
 
 def _outside(module: nn.Module, parts: ModelParts, folding: Folding) -> list[nn.Module]:
-    """Children of the LightningModule beside the core that have parameters; each becomes its own root."""
+    """Children beside the core that have parameters; each becomes its own FSDP2 root."""
     direct = [name for name, p in module._parameters.items() if p is not None]
     if direct and folding.world > 1:
         raise ValueError(
             f"parameters directly on {type(module).__name__} ({', '.join(direct)}) would not be "
-            f"averaged over ranks. Move them into a submodule, for example into self.{parts.core_name}."
+            f"averaged over ranks. Move them into a submodule, for example self.{parts.core_name}."
         )
     others = [
         (name, child)
@@ -137,9 +139,9 @@ def _outside(module: nn.Module, parts: ModelParts, folding: Folding) -> list[nn.
     if others and folding.tp > 1:
         raise ValueError(
             f"self.{others[0][0]} has parameters outside self.{parts.core_name}; under "
-            f"tensor_parallel_size={folding.tp} every tp rank computes it on the same tokens, and its "
-            f"gradient would be counted {folding.tp} times. Move it into self.{parts.core_name} or "
-            f"set tensor_parallel_size=1."
+            f"tensor_parallel_size={folding.tp} every tp rank computes it on the same tokens, and "
+            f"its gradient would be counted {folding.tp} times. Move it into "
+            f"self.{parts.core_name} or set tensor_parallel_size=1."
         )
     return [child for _, child in others]
 

@@ -1,14 +1,16 @@
-"""Find the parts of a user's model: the called core, the experts, routers, shared experts and decoder layers.
+"""Find the parts of a user's model: the called core, experts, routers and decoder layers.
 
-Reads structure only and changes nothing; whatever cannot be handled is refused here, before a parameter is touched.
-Matching is by shape of the contract, not by class: `experts(hidden, index, weights)` with stacked three-dimensional
-weights covers the Hugging Face families and any module written the same way.
+Reads structure only and changes nothing; whatever cannot be handled is refused here, before a
+parameter is touched. Matching is by shape of the contract, not by class: `experts(hidden, index,
+weights)` with stacked three-dimensional weights covers the Hugging Face families and any module
+written the same way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +111,7 @@ def _spec(name: str, module: nn.Module) -> ExpertsSpec:
 
 
 def _refusal(module: nn.Module) -> str | None:
-    """Why a container cannot be folded, by the flags that transformers sets on its experts classes."""
+    """Why a container cannot be folded; transformers sets the flags on its experts classes."""
     if not _is_stacked(module):
         return "its experts are a list of modules, not stacked [E, 2F, D] and [E, D, F] weights"
     if "gate_up_proj" not in module._parameters:
@@ -129,7 +131,7 @@ def _refusal(module: nn.Module) -> str | None:
     ]
     if extra:
         return f"it has further parameters ({', '.join(extra)})"
-    gate_up, down = module.gate_up_proj, module.down_proj
+    gate_up, down = cast("Tensor", module.gate_up_proj), cast("Tensor", module.down_proj)
     if gate_up.shape[1] != 2 * down.shape[2] or gate_up.shape[2] != down.shape[1]:
         shapes = f"{tuple(gate_up.shape)} and {tuple(down.shape)}"
         return f"its weights {shapes} are not [E, 2F, D] and [E, D, F]"

@@ -1,15 +1,15 @@
-"""The decoder that tensor parallelism knows how to shard, and the reasons for which it refuses another.
+"""The decoder that tensor parallelism knows how to shard, and why it refuses another.
 
-Structure, not class: `embed_tokens`, `layers`, `norm` and an optional `lm_head` beside them; in every layer a
-`self_attn` with q, k, v and o projections, and a MoE block or a gated MLP. Built-in decoder, Mixtral and Qwen3-MoE have
-it, and most Hugging Face families. Changes nothing.
+Structure, not class: `embed_tokens`, `layers`, `norm` and an optional `lm_head` beside them; in
+every layer a `self_attn` with q, k, v and o projections, and a MoE block or a gated MLP. Built-in
+decoder, Mixtral and Qwen3-MoE have it, and most Hugging Face families. Changes nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -69,7 +69,9 @@ def check_decoder(parts: ModelParts, folding: Folding) -> DecoderParts:
     if not is_plain(base.embed_tokens, nn.Embedding):
         reason = f"{type(base.embed_tokens).__name__} computes more than nn.Embedding"
         raise _refuse(f"{parts.core_name}: embed_tokens", reason)
-    decoder = DecoderParts(parts.core, base, base.embed_tokens, layers, base.norm, head)
+    decoder = DecoderParts(
+        parts.core, base, base.embed_tokens, layers, base.norm, cast("Any", head)
+    )
     _check_nothing_outside(parts, decoder)
     _check_router_outputs(parts.core)
     return decoder
@@ -116,7 +118,7 @@ def _layer(name: str, module: nn.Module, parts: ModelParts) -> LayerParts:
 
 
 def _acts_on_tokens(name: str, child: nn.Module, parts: ModelParts) -> bool:
-    """A MoE block or a norm: it treats every token by itself, so it may see any slice of the sequence."""
+    """A MoE block or a norm: it treats each token by itself, so any slice will do."""
     holds_experts = any(spec.name.startswith(f"{name}.") for spec in parts.experts)
     named = name in (*parts.routers, *parts.shared, *(spec.name for spec in parts.experts))
     norm = all(param.dim() == 1 for param in child.parameters()) and not list(child.children())

@@ -1,7 +1,8 @@
 """Take over experts containers: their weights move to (ep, etp), their forward dispatches.
 
-The container object, its parameter names and the model's router stay. The live first projection is [E, 2, F, D] with
-plain shards on dimensions 0 and 2: a strided shard of [E, 2F, D] would be loaded silently wrong by DCP.
+The container object, its parameter names and the model's router stay. The live first projection
+is [E, 2, F, D] with plain shards on dimensions 0 and 2: a strided shard of [E, 2F, D] would be
+loaded silently wrong by DCP.
 """
 
 # Shapes.  E all experts   D model width   F expert width
@@ -25,7 +26,8 @@ def swap_experts(specs: Sequence[ExpertsSpec], *, comm: Comm, dispatcher: str) -
     """Fold every container that can be folded.
 
     Args:
-        specs: Containers; one that cannot be folded stays as it is (the doctor has seen to ep = etp = 1).
+        specs: Containers; one that cannot be folded stays as it is (the doctor has seen to ep =
+            etp = 1).
         comm: Collectives.
         dispatcher: "auto", "local" or "all_to_all".
 
@@ -39,7 +41,7 @@ def swap_experts(specs: Sequence[ExpertsSpec], *, comm: Comm, dispatcher: str) -
 
 
 def choose_dispatcher(name: str, comm: Comm) -> Dispatcher[Any]:
-    """The dispatcher that serves the degrees; "auto" avoids communication where there is none to do."""
+    """The dispatcher that serves the degrees; "auto" is local where experts are whole."""
     alone = comm.size("ep") * comm.size("etp") == 1
     if name == "local" and not alone:
         raise ValueError(
@@ -55,10 +57,11 @@ def choose_dispatcher(name: str, comm: Comm) -> Dispatcher[Any]:
 def shard_parameter(
     param: nn.Parameter, mesh: DeviceMesh, placements: Sequence[Shard]
 ) -> nn.Parameter:
-    """This rank's shard of a parameter that is whole and equal on every rank. Local: nothing is sent."""
+    """This rank's shard of a parameter that is whole and equal on every rank. Sends nothing."""
     local: Tensor = param.detach()
     for axis, placement in enumerate(placements):
-        # torch.chunk, as DTensor does: an uneven vocabulary gets uneven shards, possibly empty ones.
+        # torch.chunk, as DTensor does: an uneven vocabulary gets uneven shards, possibly empty
+        # ones.
         chunks = local.chunk(mesh.size(axis), placement.dim)
         rank = mesh.get_local_rank(axis)
         empty = local.narrow(placement.dim, 0, 0)
@@ -76,7 +79,7 @@ def shard_parameter(
 
 
 def _fold(spec: ExpertsSpec, comm: Comm, dispatcher: str) -> None:
-    module = spec.module
+    module: Any = spec.module
     gate_up, down = module.gate_up_proj, module.down_proj
     halves = nn.Parameter(gate_up.detach().unflatten(1, (2, -1)), gate_up.requires_grad)
     if comm.size("ep") * comm.size("etp") > 1:

@@ -1,20 +1,22 @@
-"""Tensor and sequence parallelism of everything that is not an expert, without a line of the user's model changed.
+"""Tensor and sequence parallelism of all that is not an expert, by wrapping the user's modules.
 
 Where a sequence of S tokens is, for tp = 2:
 
-    embed_tokens     all S on both ranks      rows of the vocabulary sharded, partial embeddings summed
-    layer 0 entry    S/2 each                 from here a rank owns its own tokens: norms, router and experts see those
-    self_attn        gathered to S            q, k, v by heads; o_proj sums and scatters back to S/2
-    dense mlp        gathered to S            gate, up by columns; down sums and scatters back
-    norm exit        gathered to S            hidden states and logits are plain and full wherever a user may read them
-    lm_head          all S                    vocabulary sharded, logits gathered
+    embed_tokens     all S on both ranks    vocabulary sharded, partial embeddings summed
+    layer 0 entry    S/2 each               a rank owns its tokens: norms, router, experts
+    self_attn        gathered to S          q, k, v by heads; o_proj sums and scatters to S/2
+    dense mlp        gathered to S          gate, up by columns; down sums and scatters
+    norm exit        gathered to S          plain and full wherever a user may read it
+    lm_head          all S                  vocabulary sharded, logits gathered
 
-A sharded weight is a DTensor as storage and a local tensor in the math. A weight that tp does not shard stays plain: it
-sees part of the tokens, as under data parallelism, and `params.shard` sums its gradient over tp too. Sequences that tp
-does not divide are split unevenly, so no made-up token reaches a router.
+A sharded weight is a DTensor as storage and a local tensor in the math. A weight that tp does not
+shard stays plain: it sees part of the tokens, as under data parallelism, and `params.shard` sums
+its gradient over tp too. Sequences that tp does not divide are split unevenly, so no made-up
+token reaches a router.
 """
 
-# Shapes.  B sequences   S tokens of a sequence   s tokens of it on this rank   D model width   V vocabulary
+# Shapes.  B sequences   S tokens of a sequence   s tokens of it on this rank   D model width   V
+# vocabulary
 
 from __future__ import annotations
 
@@ -46,8 +48,9 @@ COLUMN, ROW = Shard(0), Shard(1)
 class SequenceSplit:
     """How the sequence of the running forward is split over tp.
 
-    Each layer's attention writes the length, from its position embeddings; the same layer's MLP and the final norm
-    read it. A recomputed layer writes again before it reads, so a recompute sees its own forward's length.
+    Each layer's attention writes the length, from its position embeddings; the same layer's MLP
+    and the final norm read it. A recomputed layer writes again before it reads, so a recompute
+    sees its own forward's length.
     """
 
     length: int
@@ -70,7 +73,7 @@ class TensorParallel:
         self.sharded: dict[nn.Parameter, nn.Parameter] = {}
 
     def apply(self, parts: DecoderParts) -> None:
-        """Shard weights in place and wrap forwards. The parts have passed `structure.check_decoder`."""
+        """Shard weights in place and wrap forwards; `structure.check_decoder` has passed."""
         randomness = has_randomness(parts.base)
         for layer in parts.layers:
             self._attention(layer.self_attn)
@@ -98,7 +101,8 @@ class TensorParallel:
 
     def _along(self, dim: int, function: Any, x: Tensor, sizes: list[int]) -> Tensor:
         moved: Tensor = function.apply(x.movedim(dim, 0).contiguous(), self.comm, sizes, "tp")
-        # Contiguous again: model code may `view` what it gets. Nothing is copied for a batch of one.
+        # Contiguous again: model code may `view` what it gets. Nothing is copied for a batch of
+        # one.
         return moved.movedim(0, dim).contiguous()
 
     # Layers.
@@ -112,7 +116,8 @@ class TensorParallel:
             self._column(attention.k_proj)
             self._column(attention.v_proj)
         else:
-            # Whole weights, of which a rank uses its head's rows; the sum over tp completes the gradient.
+            # Whole weights, of which a rank uses its head's rows; the sum over tp completes the
+            # gradient.
             head = rank * kv_heads // tp
             rows = slice(head * attention.head_dim, (head + 1) * attention.head_dim)
             _use_rows(attention.k_proj, rows)
@@ -144,7 +149,7 @@ class TensorParallel:
         )
 
     def _row(self, linear: Any) -> None:
-        """Input features sharded: partial sums over tp, scattered along the sequence; the bias once, after the sum."""
+        """Input features sharded; partial sums scatter along the sequence, the bias comes after."""
         self._shard(linear, weight=ROW, bias=None)
 
         def forward(x: Tensor) -> Tensor:
@@ -157,7 +162,7 @@ class TensorParallel:
 
     # Embedding and head.
 
-    def _embedding(self, embedding: nn.Embedding) -> None:
+    def _embedding(self, embedding: Any) -> None:
         self._shard(embedding, weight=COLUMN, bias=None)
         sizes = vocabulary_sizes(embedding.num_embeddings, self.comm.size("tp"))
         start, mine = sum(sizes[: self.comm.rank("tp")]), sizes[self.comm.rank("tp")]
@@ -171,7 +176,7 @@ class TensorParallel:
             out: Tensor = SumOver.apply(rows * owned.unsqueeze(-1).to(rows.dtype), self.comm, "tp")
             return out
 
-        embedding.forward = forward  # type: ignore[method-assign]
+        embedding.forward = forward
 
     def _head(self, head: Any) -> None:
         self._shard(head, weight=COLUMN, bias=COLUMN)
@@ -199,13 +204,13 @@ def _refuse_sliced_outputs(module: nn.Module, args: Any, kwargs: Any) -> None:
     for name in SLICED_OUTPUTS:
         if kwargs.get(name):
             raise ValueError(
-                f"{name}=True cannot be served under tensor_parallel_size > 1: layers see a slice of "
-                f"every sequence, and so would the output. Call the model without it."
+                f"{name}=True cannot be served under tensor_parallel_size > 1: layers see a slice "
+                f"of every sequence, and so would the output. Call the model without it."
             )
 
 
 def vocabulary_sizes(vocabulary: int, parts: int) -> list[int]:
-    """Rows of each shard as DTensor cuts them: torch.chunk, later shards may be smaller or empty."""
+    """Rows of each shard as torch.chunk and DTensor cut them; later ones may be empty."""
     size = -(-vocabulary // parts)
     return [max(0, min(size, vocabulary - i * size)) for i in range(parts)]
 

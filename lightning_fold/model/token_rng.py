@@ -1,8 +1,9 @@
 """Random numbers inside the layers when tensor parallelism gives each rank its own tokens.
 
-Outside the layers tp peers hold replicas of a token and must draw the same mask: they share the default generator.
-Inside, each owns other tokens and draws from a generator seeded by the default one and its tp rank. The seed comes out
-of the default generator, so checkpointing, which restores that, restores the masks of a recomputed layer too.
+Outside the layers tp peers hold replicas of a token and must draw the same mask: they share the
+default generator. Inside, each owns other tokens and draws from a generator seeded by the default
+one and its tp rank. The seed comes out of the default generator, so checkpointing, which restores
+that, restores the masks of a recomputed layer too.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def per_rank_rng(forward: Callable[..., Any], tp_rank: int) -> Callable[..., Any
 
 
 def has_randomness(module: nn.Module) -> bool:
-    """Whether any dropout or jitter of the model is on; without any, layers need no generator of their own."""
+    """Whether any dropout or jitter of the model is on."""
     return any(
         isinstance(value, float) and value > 0 and _is_rate(name)
         for owner in [*module.modules(), getattr(module, "config", None)]

@@ -1,4 +1,4 @@
-"""Tokens: the routing decision, dispatch to the experts, the expert computation and the way back."""
+"""Tokens: the routing decision, dispatch, the expert computation and the way back."""
 
 from lightning_fold.moe.layer import FoldedExperts
 from lightning_fold.moe.routing import Routing

@@ -1,7 +1,8 @@
 """The expert computation on rows that have arrived: two grouped GEMMs around a gated activation.
 
-Routing weights multiply the activation, before the second projection: the expert output need not be kept for the
-router's gradient, and the way back is a plain sum (Megatron-Core's order). No communication happens here.
+Routing weights multiply the activation, before the second projection: the expert output need not
+be kept for the router's gradient, and the way back is a plain sum (Megatron-Core's order). No
+communication happens here.
 """
 
 # Shapes.  R rows in expert order   e local experts   D model width   F local expert width
@@ -11,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fold_kernels.grouped_gemm import grouped_gemm
 from torch import Tensor
+
+from fold_kernels.grouped_gemm import grouped_gemm
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ def run_experts(
     down_eDF: Tensor,
     activation: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Weighted expert outputs of the local width shard, rows_RD; partial sums under expert tensor parallelism.
+    """Weighted expert outputs of the local width shard, [R, D]: partial sums if etp > 1.
 
     Args:
         inputs: The rows; their dtype is the compute dtype.

@@ -1,8 +1,8 @@
 """One folded experts container: dispatch, experts, combine.
 
-A MoE layer is five segments: attend and route (1) and merge (5) stay the model's own code; this module owns the three
-between them, behind the contract `experts(hidden_TD, index_TK, weights_TK)`. It holds configuration only; parameters
-stay in the container that the user built.
+A MoE layer is five segments: attend and route (1) and merge (5) stay the model's own code; this
+module owns the three between them, behind the contract `experts(hidden_TD, index_TK,
+weights_TK)`. It holds configuration only; parameters stay in the container that the user built.
 """
 
 # Shapes.  T local tokens   K top-k   R rows of this rank's experts   E all experts   D model width
@@ -26,7 +26,8 @@ class FoldedExperts:
     """Replaces the forward of an experts container whose weights live on (ep, etp).
 
     Args:
-        container: Holds `gate_up_proj` [E, 2, F, D] and `down_proj` [E, D, F], as DTensors on (ep, etp) or plain.
+        container: Holds `gate_up_proj` [E, 2, F, D] and `down_proj` [E, D, F], as DTensors on
+            (ep, etp) or plain.
         name: Qualified name of the container, for errors and telemetry.
         num_experts: E, over all ranks.
         dispatcher: Moves the rows.
@@ -73,7 +74,8 @@ class FoldedExperts:
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The autocast dtype where autocast is on, else the dtype of `x`.
 
-    `grouped_mm` ignores autocast: without this cast a bf16-mixed run would compute its experts in fp32.
+    `grouped_mm` ignores autocast: without this cast a bf16-mixed run would compute its experts in
+    fp32.
     """
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)

@@ -1,4 +1,4 @@
-"""The routing decision as a value. Who makes it (the model's own router) is not this package's concern."""
+"""The routing decision as a value; the model's own router makes it."""
 
 # Shapes.  T local tokens   K top-k   N = T*K routed rows   E all experts
 

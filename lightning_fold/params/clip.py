@@ -1,7 +1,8 @@
 """One gradient norm over all meshes, and clipping by it.
 
-Every element is counted once: a rank's sum of squares is divided by the number of ranks that hold the same shard.
-torch's `clip_grad_norm_` raises when gradients live on two meshes, and would give every rank its own norm otherwise.
+Every element is counted once: a rank's sum of squares is divided by the number of ranks that hold
+the same shard. torch's `clip_grad_norm_` raises when gradients live on two meshes, and would give
+every rank its own norm otherwise.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 
 def gradient_norm(params: Iterable[nn.Parameter], *, device: torch.device) -> Tensor:
-    """Two-norm of all gradients of all ranks, fp64. Collective over all ranks, also without gradients.
+    """Two-norm of all gradients of all ranks, fp64. Collective, also without gradients.
 
     Args:
         params: This rank's parameters; those without a gradient are skipped.

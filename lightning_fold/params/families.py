@@ -1,21 +1,23 @@
 """Parameter families and the one table that decides over which axes a gradient is summed.
 
-The rule. The loss is divided once, by the number of dp ranks; every reduction after that is a sum. A gradient is summed
-over each axis that spreads its family's tokens, except the axes on which the parameter itself is sharded:
+The rule. The loss is divided once, by the number of dp ranks; every reduction after that is a
+sum. A gradient is summed over each axis that spreads its family's tokens, except the axes on
+which the parameter itself is sharded:
 
     family   tokens are spread over   why
-    DENSE    dp cp tp                 sequence parallel: a tp rank holds its own slice of every sequence
+    DENSE    dp cp tp                 a tp rank holds its own slice of every sequence
     SHARED   dp cp tp                 shared experts run on the same slices
     ROUTER   dp cp tp                 each rank routes its own tokens
-    EXPERT   edp                      dispatch has already brought the tokens of all ep and etp peers
+    EXPERT   edp                      dispatch has brought the tokens of all ep and etp peers
 
     q_proj, sharded on tp       -> dp cp        (its input was gathered over tp)
     input_layernorm, whole      -> dp cp tp
     experts, sharded on ep etp  -> edp
 
-FSDP2 does the sums: a parameter is sharded over exactly the axes that its gradient is summed over, so the bucketed
-reduce-scatter is the sum and no parameter keeps copies (`params.shard`). Checked by the equivalence suite, family by
-family, with the ratio of norms; `make mutate` breaks each line.
+FSDP2 does the sums: a parameter is sharded over exactly the axes that its gradient is summed
+over, so the bucketed reduce-scatter is the sum and no parameter keeps copies (`params.shard`).
+Checked by the equivalence suite, family by family, with the ratio of norms; `make mutate` breaks
+each line.
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@ The table of `params.families` literally becomes the FSDP2 mesh of each paramete
     axes of the sum     mesh        parameters
     edp                 edp         experts, DTensors on (ep, etp)
     dp cp               dp_cp       dense, DTensors on tp
-    dp cp tp            stage       whole on every tp rank: norms, router, shared experts, replicated key/value
+    dp cp tp            stage       whole on tp: norms, router, shared experts, replicated k and v
 
-FSDP2 divides nothing here: the loss is divided once by the strategy. A parameter whose mesh has one rank stays out of
-FSDP2. The two private names come from the docstring of `fully_shard`, which tells users to import them from there.
+FSDP2 divides nothing here: the loss is divided once by the strategy. A parameter whose mesh has
+one rank stays out of FSDP2. The two private names come from the docstring of `fully_shard`, which
+tells users to import them from there.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def shard_over_data(
 ) -> list[FSDPModule]:
     """Apply FSDP2 to `units`, innermost first; the last one must hold all others.
 
-    Parameters stay gathered between forward and backward. Gradients are reduced in fp32 where parameters are narrower.
+    Parameters stay gathered between forward and backward. Gradients are reduced in fp32 where
+    parameters are narrower.
 
     Args:
         units: Modules whose parameters are gathered and reduced together.
@@ -48,7 +50,7 @@ def shard_over_data(
     infos = _mesh_infos(meshes)
     chosen = {param: MESH_OF_AXES[_axes(param, family)] for param, family in families.items()}
     alone = {param for param, mesh in chosen.items() if meshes.size(mesh) == 1}
-    managed = []
+    managed: list[FSDPModule] = []
     for unit in units:
         if all(param in alone for param in unit.parameters()):
             continue
@@ -69,7 +71,8 @@ def shard_over_data(
 def sum_only(module: FSDPModule) -> None:
     """Make FSDP2 sum gradients without dividing. Neither setter recurses into submodules.
 
-    A divide factor alone asks for a pre-multiplied sum in fp32 and bf16, which Gloo refuses and NCCL gets wrong in bf16.
+    A divide factor alone asks for a pre-multiplied sum in fp32 and bf16, which Gloo refuses and
+    NCCL gets wrong in bf16.
     """
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
@@ -78,7 +81,8 @@ def sum_only(module: FSDPModule) -> None:
 def reshard(modules: Iterable[FSDPModule]) -> None:
     """Return to shards after a forward without a backward.
 
-    Otherwise the whole parameters stay in place, and a later write to the shards is not seen by the next forward.
+    Otherwise the whole parameters stay in place, and a later write to the shards is not seen by
+    the next forward.
     """
     for module in modules:
         module.reshard()

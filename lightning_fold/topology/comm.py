@@ -1,8 +1,9 @@
 """Collectives by axis name: the one place where this package talks to c10d on the data path.
 
-Owns tracing, byte counting and host synchronisation. FSDP2, DTensor and DCP issue their own collectives beside it.
-Every rank of an axis enters every call, also with zero rows; an axis of size one issues nothing. Uneven exchanges use
-`all_to_all_single`, the only uneven form that Gloo has; even ones use the tensor collectives.
+Owns tracing, byte counting and host synchronisation. FSDP2, DTensor and DCP issue their own
+collectives beside it. Every rank of an axis enters every call, also with zero rows; an axis of
+size one issues nothing. Uneven exchanges use `all_to_all_single`, the only uneven form that Gloo
+has; even ones use the tensor collectives.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Comm:
     def all_to_all_rows(
         self, x: Tensor, send: Sequence[int], recv: Sequence[int], *, axis: str
     ) -> Tensor:
-        """Exchange rows (dim 0): `send[i]` rows go to peer i, `recv[i]` come from it. Collective over `axis`."""
+        """Send `send[i]` rows to peer i and receive `recv[i]`. Collective over `axis`."""
         if self.size(axis) == 1:
             return x
         self._count(axis, "all_to_all", x)
@@ -129,7 +130,7 @@ class ExchangeRows(Function):
 
 
 class GatherRows(Function):
-    """All-gather of rows whose consumers differ between peers: the gradient is a reduce-scatter."""
+    """All-gather whose consumers differ between peers: the gradient is a reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm, sizes: list[int], axis: str) -> Tensor:
@@ -161,7 +162,7 @@ class ReduceScatterRows(Function):
 
 
 class SplitRows(Function):
-    """This rank's rows of a tensor that is equal on all peers: the gradient is gathered, so it is whole again."""
+    """This rank's rows of a tensor that is equal on all peers: the gradient is gathered."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm, sizes: list[int], axis: str) -> Tensor:
@@ -177,7 +178,7 @@ class SplitRows(Function):
 
 
 class GatherReplicated(Function):
-    """All-gather of rows whose consumer is the same on all peers: the gradient is this rank's slice, not a sum."""
+    """All-gather whose consumer is the same on all peers: the gradient is a slice, no sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm, sizes: list[int], axis: str) -> Tensor:
@@ -193,7 +194,7 @@ class GatherReplicated(Function):
 
 
 class SumOver(Function):
-    """Sum of partial results for a consumer that is the same on all peers: the gradient passes through."""
+    """Sum of partial results for a consumer that is equal on all peers: gradients pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm, axis: str) -> Tensor:
@@ -207,7 +208,7 @@ class SumOver(Function):
 
 
 class SumGradientOver(Function):
-    """Identity before consumers that hold different shards of a weight: their gradients are summed."""
+    """Identity before consumers with different shards of a weight: gradients are summed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm, axis: str) -> Tensor:

@@ -1,8 +1,8 @@
 """Device meshes over the two views of the same ranks, and the process groups under them.
 
-Owns every process group of the product. Groups with equal rank lists are created once and shared: DeviceMesh does
-not do that by itself, so the meshes are made from groups of one cache. A rank creates only the groups it is in.
-Rank arithmetic is `folding`'s; nothing here decides a mapping.
+Owns every process group of the product. Groups with equal rank lists are created once and shared:
+DeviceMesh does not do that by itself, so the meshes are made from groups of one cache. A rank
+creates only the groups it is in. Rank arithmetic is `folding`'s; nothing here decides a mapping.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from lightning_fold.topology.folding import Folding
 
 ATTENTION_AXES = ("pp", "dp", "cp", "tp")
 MOE_AXES = ("pp", "edp", "ep", "etp")
-# Joined axes: dp_cp holds the ranks that share a tensor-parallel shard, stage all ranks of a pipeline stage.
+# Joined axes: dp_cp holds the ranks that share a tensor-parallel shard, stage all ranks of a
+# pipeline stage.
 DENSE_AXES = ("pp", "dp_cp", "tp")
 STAGE_AXES = ("pp", "stage")
 

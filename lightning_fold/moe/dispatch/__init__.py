@@ -1,4 +1,4 @@
-"""Dispatchers: how token rows reach the ranks that hold their experts, and how results come back."""
+"""Dispatchers: how token rows reach their experts, and how results come back."""
 
 from lightning_fold.moe.dispatch.all_to_all import AllToAllDispatcher
 from lightning_fold.moe.dispatch.base import Dispatcher

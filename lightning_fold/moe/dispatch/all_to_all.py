@@ -8,8 +8,9 @@ Where rows are, for ep = 2, etp = 2 on four ranks (rank = 2 * ep_rank + etp_rank
     rank 2  own tokens    experts h.. of ranks 0, 2   experts h.. of ranks 0, 2, 1, 3
     rank 3  own tokens    experts h.. of ranks 1, 3   the same rows in another order
 
-A token leaves from exactly one etp rank, so nothing redundant crosses the ep links; etp peers hold width shards of the
-same experts, see the same rows, and their partial outputs are summed on the way back.
+A token leaves from exactly one etp rank, so nothing redundant crosses the ep links; etp peers
+hold width shards of the same experts, see the same rows, and their partial outputs are summed on
+the way back.
 """
 
 # Shapes.  T local tokens   K top-k   N = T*K rows sent   M rows after the ep exchange
@@ -18,11 +19,12 @@ same experts, see the same rows, and their partial outputs are summed on the way
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
-from fold_kernels.permute import permute, sort_by_expert, unpermute
 from torch import Tensor
 
+from fold_kernels.permute import permute, sort_by_expert, unpermute
 from lightning_fold.moe.experts import ExpertRows
 from lightning_fold.moe.routing import Routing
 from lightning_fold.topology.comm import Comm, ExchangeRows, GatherRows, ReduceScatterRows
@@ -114,7 +116,7 @@ class AllToAllDispatcher:
         parts = [sent_Pe.sum(1), received_Se.sum(1), counts_PSe.sum((1, 2)), counts_e]
         flat = self.comm.to_host(torch.cat(parts), why="split sizes of dispatch and combine")
         cuts = [0, ep, 2 * ep, 2 * ep + etp, len(flat)]
-        lists = [flat[a:b] for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+        lists = [flat[a:b] for a, b in pairwise(cuts)]
         return counts_PSe, counts_e, Splits(*lists)
 
 

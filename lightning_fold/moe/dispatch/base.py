@@ -1,6 +1,7 @@
-"""What a dispatcher is: `dispatch` sends token rows to their experts, `combine` brings weighted outputs back.
+"""What a dispatcher is: `dispatch` sends rows to their experts, `combine` brings outputs back.
 
-State between the two is a value that the first returns and the second takes: two microbatches may be in flight.
+State between the two is a value that the first returns and the second takes: two microbatches may
+be in flight.
 """
 
 # Shapes.  T local tokens   K top-k   R rows of this rank's experts   D model width

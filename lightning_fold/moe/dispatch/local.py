@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fold_kernels.permute import permute, sort_by_expert, unpermute
 from torch import Tensor
 
+from fold_kernels.permute import permute, sort_by_expert, unpermute
 from lightning_fold.moe.experts import ExpertRows
 from lightning_fold.moe.routing import Routing
 from lightning_fold.topology.comm import Comm
@@ -30,7 +30,7 @@ class LocalState:
 
 
 class LocalDispatcher:
-    """Permutes rows into expert order and back. One host synchronisation a layer, for the group sizes."""
+    """Permutes rows into expert order and back. One host synchronisation a layer, for sizes."""
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
