@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Adam, AdamW, Optimizer
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 # Of the fused kernels only Adam's have a DTensor strategy in torch 2.13.
 FUSED_OK = (Adam, AdamW)
@@ -23,7 +27,7 @@ def check_trainer(trainer: Trainer) -> None:
     """Refuse Trainer features that would corrupt a sharded model without an error.
 
     Raises:
-        ValueError: Weight averaging, or an example input that runs outside a step.
+        ValueError: Weight averaging, or a logger that runs the model on one rank.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
@@ -31,6 +35,12 @@ def check_trainer(trainer: Trainer) -> None:
                 f"{type(callback).__name__} keeps whole copies of the model beside it, and a "
                 "folded model is sharded over ranks. Remove the callback, or average consolidated "
                 "checkpoints (save_distributed_checkpoint=False) after training."
+            )
+    for logger in trainer.loggers:
+        if trainer.world_size > 1 and getattr(logger, "_log_graph", False):
+            raise ValueError(
+                f"{type(logger).__name__}(log_graph=True) runs the model on rank 0 alone, which "
+                "would wait for the other ranks for ever. Leave `log_graph` out."
             )
 
 
@@ -46,6 +56,48 @@ def check_relaunch(num_processes: int, main_file: str | None) -> None:
             "or a notebook cannot be started again by its children. Put it into a file, or run "
             f"`torchrun --nproc-per-node {num_processes} FILE`."
         )
+
+
+def check_optimizer_states(path: Path, *, saved: int, wanted: int) -> None:
+    """Refuse to resume optimizers from a checkpoint that does not hold their states.
+
+    Raises:
+        ValueError: The counts differ.
+    """
+    if wanted and saved == 0:
+        raise ValueError(
+            f"{path} holds no optimizer state, as ModelCheckpoint(save_weights_only=True) writes "
+            "it, so training cannot resume from it. Load the weights into the module before `fit`."
+        )
+    if wanted and saved != wanted:
+        raise ValueError(
+            f"{path} holds the states of {saved} optimizers, configure_optimizers gives {wanted}. "
+            "Build the same optimizers."
+        )
+
+
+def bypassed(core_name: str) -> RuntimeError:
+    """The error of a training step that computes with shards."""
+    return RuntimeError(
+        f"training_step did not call `self.{core_name}(...)`, which holds the MoE blocks. "
+        f"Its parameters are gathered when it is called; call it, not a submodule of it."
+    )
+
+
+def sync_metrics_over(module: nn.Module, peers: ProcessGroup) -> None:
+    """Let the torchmetrics of `module` sync over `peers`: a world-wide sum counts tp copies.
+
+    A metric that has a group or a function of its own keeps it.
+    """
+
+    # A function and not `process_group`: a group on the metric could not be copied with it.
+    def gather(value: Tensor, group: ProcessGroup | None = None) -> list[Tensor]:
+        gathered: list[Tensor] = gather_all_tensors(value, group or peers)
+        return gathered
+
+    for metric in module.modules():
+        if isinstance(metric, Metric) and not metric.process_group and not metric.dist_sync_fn:
+            metric.dist_sync_fn = gather
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
@@ -102,15 +154,3 @@ def rebind_stale_parameters(
                     "configure_optimizers from self.parameters() or self.named_parameters()."
                 )
             group["params"][i] = current[name]
-
-
-def refuse_toggling(module: LightningModule) -> None:
-    """Make `toggle_optimizer` an error: FSDP2 fixes `requires_grad` at its first gather."""
-
-    def toggle_optimizer(optimizer: Any) -> None:
-        raise ValueError(
-            "toggle_optimizer has no effect on sharded parameters. Detach the part that must not "
-            "receive gradients, or call zero_grad on its optimizer."
-        )
-
-    module.toggle_optimizer = toggle_optimizer  # type: ignore[method-assign]

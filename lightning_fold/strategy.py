@@ -30,12 +30,18 @@ from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined
     rank_zero_warn,
 )
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 
 import __main__
 from lightning_fold import compat, precision
-from lightning_fold.checkpoint import Canonical, is_sharded, load_sharded, remove, save_sharded
+from lightning_fold.checkpoint import (
+    Canonical,
+    is_sharded,
+    live_optimizer_state,
+    load_sharded,
+    remove,
+    save_sharded,
+)
 from lightning_fold.config import FoldedConfig
 from lightning_fold.model.fold import FoldedModel, fold_model
 from lightning_fold.params import Family, reshard
@@ -100,9 +106,11 @@ class FoldedMoEStrategy(MeshStrategy):
     @property
     def folding(self) -> Folding:
         """The mapping; known from the Trainer's construction on."""
+        if self._comm is not None:
+            return self.meshes.folding
         c = self.config
         return resolve_folding(
-            self.num_processes * self.num_nodes if self._comm is None else self.world_size,
+            self.num_processes * self.num_nodes,
             tp=c.tensor_parallel_size,
             cp=c.context_parallel_size,
             pp=c.pipeline_parallel_size,
@@ -153,7 +161,7 @@ class FoldedMoEStrategy(MeshStrategy):
         self.accelerator.setup(trainer)
         compat.check_trainer(trainer)
         module = self._module
-        if self._folded is None:
+        if self._canonical is None or self._canonical.module is not module:
             self._fold(module)
         self.barrier()
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -181,8 +189,8 @@ class FoldedMoEStrategy(MeshStrategy):
         core = self._folded.parts.core
         core.register_forward_pre_hook(self._note_core_call)
         core.register_forward_hook(self._reshard_without_grad, always_call=True)
-        if self._folded.sharded:
-            compat.refuse_toggling(module)
+        if self.meshes.size("dp_cp") < self.world_size:
+            compat.sync_metrics_over(module, self.meshes.group("dp_cp"))
         rank_zero_info(self._folded.describe(self.folding))
 
     def _setup_fit(self, trainer: Trainer) -> None:
@@ -223,13 +231,15 @@ class FoldedMoEStrategy(MeshStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step; refuse one that bypasses the core, whose weights would be shards."""
         self._core_called = False
-        out = super().training_step(*args, **kwargs)
-        if not self._core_called:
-            name = self._model_or_raise().parts.core_name
-            raise RuntimeError(
-                f"training_step did not call `self.{name}(...)`, which holds the MoE blocks. "
-                f"Its parameters are gathered when it is called; call it, not a submodule of it."
-            )
+        folded = self._model_or_raise()
+        try:
+            out = super().training_step(*args, **kwargs)
+        except RuntimeError as error:
+            if self._core_called or "DTensor" not in str(error):
+                raise
+            raise compat.bypassed(folded.parts.core_name) from error
+        if folded.sharded and not self._core_called:
+            raise compat.bypassed(folded.parts.core_name)
         return out
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -303,7 +313,7 @@ class FoldedMoEStrategy(MeshStrategy):
         """State of one optimizer, in the same form as the module's. Collective."""
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if self.config.save_distributed_checkpoint:
-            return dict(get_optimizer_state_dict(self._module, inner))
+            return live_optimizer_state(self._module, inner)
         assert self._canonical is not None
         return self._canonical.optimizer_state(inner)
 
@@ -348,7 +358,8 @@ class FoldedMoEStrategy(MeshStrategy):
         assert self._canonical is not None
         self._canonical.load_model(checkpoint["state_dict"], strict=self._module.strict_loading)
         states = checkpoint.get("optimizer_states", [])
-        for optimizer, state in zip(optimizers, states, strict=bool(optimizers)):
+        compat.check_optimizer_states(path, saved=len(states), wanted=len(optimizers))
+        for optimizer, state in zip(optimizers, states, strict=False):
             self._canonical.load_optimizer(optimizer, state)
         return checkpoint
 

@@ -28,7 +28,7 @@ class RoutingCounts:
     """
 
     layer: str
-    counts_E: Tensor  # noqa: N815 - shape suffix
+    counts_E: Tensor
     training: bool
 
 

@@ -5,12 +5,14 @@ from lightning_fold.callbacks.flops import ModelShape
 from lightning_fold.callbacks.mfu import MFUMonitor
 from lightning_fold.callbacks.peak import register_device
 from lightning_fold.callbacks.report import RunReport, summarise
+from lightning_fold.callbacks.start import ValidateAtStart
 
 __all__ = [
     "ExpertLoadMonitor",
     "MFUMonitor",
     "ModelShape",
     "RunReport",
+    "ValidateAtStart",
     "register_device",
     "summarise",
 ]

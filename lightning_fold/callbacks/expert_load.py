@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_fold.callbacks.run import (
     is_log_step,
-    log_values,
+    log_value,
     run_folder,
     save_figure,
     sum_over_world,
@@ -94,7 +94,8 @@ class ExpertLoadMonitor(Callback):
         """At a log step, reduce and log. Collective over all ranks then."""
         if self._counts and is_log_step(trainer):
             record = self._close_record(trainer.global_step)
-            log_values(pl_module, statistics_to_log(record), prog_bar=False)
+            for key, value in statistics_to_log(record).items():
+                log_value(pl_module, key, value)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reduce what is left, stop listening and draw. Collective over all ranks."""
@@ -239,7 +240,7 @@ def _draw_curve(axes: Axes, history: list[LoadRecord], layers: list[str]) -> Non
     axes.margins(x=0.01)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
-    axes.legend(loc="upper right", fontsize=9)
+    axes.legend(loc="best", fontsize=9)
 
 
 def _telemetry_of(trainer: Trainer) -> Telemetry:

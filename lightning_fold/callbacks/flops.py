@@ -1,10 +1,9 @@
 """Floating point operations of one training pass, from the shape of the model alone.
 
-Owns the definition behind every MFU this package reports. Invariant: pure integers, so that the
-figures equal Megatron-LM's `num_floating_point_operations` to the last digit. Counted: matrix
-products of the weights that a token really uses (top-k routed experts, shared experts,
-projections, LM head) and the attention core. Not counted: router, norms, activations, softmax,
-embedding lookup, recomputation, dispatch, capacity padding, sliding windows.
+Invariant: integers, equal to Megatron-LM's `num_floating_point_operations` to the last digit.
+Counted: products with the weights a token uses (top-k and shared experts, projections, LM head)
+and the attention core. Not counted: router, norms, activations, softmax, embedding lookup,
+recomputation, dispatch, capacity padding, sliding windows.
 """
 
 from dataclasses import dataclass

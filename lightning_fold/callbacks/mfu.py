@@ -19,7 +19,7 @@ from torch import nn
 
 from lightning_fold.callbacks.flops import Attention, ModelShape, shape_from_config, training_flops
 from lightning_fold.callbacks.peak import Peak, compute_type_of, lookup_peak, measure_matmul_peak
-from lightning_fold.callbacks.run import is_log_step, log_values, sum_over_world
+from lightning_fold.callbacks.run import is_log_step, log_value, sum_over_world
 
 _DEFINITION = (
     "fold/mfu = model FLOP/s per device / peak FLOP/s per device.\n"
@@ -35,6 +35,7 @@ _LOGGED = {
     "fold/tflops_per_device": ("device/flops_per_sec", 1e-12),
     "fold/mfu": ("device/mfu", 1.0),
 }
+_IN_PROGRESS_BAR = {"fold/tokens_per_s", "fold/mfu"}
 
 
 class MFUMonitor(Callback):
@@ -42,7 +43,7 @@ class MFUMonitor(Callback):
 
     Tokens per second are global. Padding counts as tokens. The peak of a GPU comes from a table of
     dense peaks (`peak.register_device` adds one); on CPUs it is measured at the start of training
-    with a dense matmul on all ranks at once, which takes about a second. Works with any strategy.
+    with a dense matmul on all ranks at once, about two seconds long. Works with any strategy.
     A model whose sizes cannot be read gets tokens per second only, with one warning.
 
     Args:
@@ -113,8 +114,9 @@ class MFUMonitor(Callback):
         if self._steps > 1 and not is_log_step(trainer):
             return
         _wait_for_device(trainer)
-        log_values(pl_module, self._read_rates(), prog_bar=True)
-        log_values(pl_module, {"fold/tokens": self._tokens}, prog_bar=False)
+        rates = self._read_rates()
+        for key, value in {**rates, "fold/tokens": self._tokens}.items():
+            log_value(pl_module, key, value, prog_bar=key in _IN_PROGRESS_BAR)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop the clock, once the training kernels in flight are done."""

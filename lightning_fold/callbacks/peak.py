@@ -90,8 +90,8 @@ def measure_matmul_peak(
     *,
     barrier: Callable[[], None],
     sum_over_ranks: Callable[[float], float],
-    seconds: float = 0.2,
-    rounds: int = 3,
+    seconds: float = 0.3,
+    rounds: int = 5,
 ) -> float:
     """Measure the matmul rate of all ranks together, while all of them compute.
 

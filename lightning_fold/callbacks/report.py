@@ -5,6 +5,7 @@ summary can be made again from the run folder alone. Logs nothing and measures n
 """
 
 import csv
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,10 +18,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lightning_fold.callbacks.run import run_folder, save_figure
+from lightning_fold.topology.rank_map import draw_rank_map, rank_map_json
 
 # Entropies in nats per byte that a loss on byte tokens is read against: log 256, and the bigram
 # entropy of the text that the recipes train on.
 BYTE_REFERENCES = {"uniform": 5.55, "bigram": 2.41}
+RANK_MAP = "rank_map.json"
 _TRAIN_LOSS = ("train_loss", "train_loss_step", "loss")
 _WARM_UP = 0.2
 
@@ -33,15 +36,16 @@ class Series(NamedTuple):
 
 
 class RunReport(Callback):
-    """Writes `loss.png` and `rank_map.png` into the run folder when training ends.
+    """Writes `loss.png`, `rank_map.png` and `rank_map.json` into the run folder at the end.
 
-    Needs a CSVLogger. The Trainer logs no validation before the first step (its sanity check
-    stays unlogged): call `trainer.validate` before `trainer.fit` for a curve that starts there.
+    Needs a CSVLogger. The Trainer logs no validation before the first step: add
+    `ValidateAtStart` for a curve that starts there.
 
     Args:
         dirpath: Folder of the pictures; None is the Trainer's log folder.
-        references: Horizontal lines of the loss plot by name, in nats per token; None is those
-            of byte tokens, an empty mapping draws none.
+        references: Horizontal lines of the loss plot by name; None is those of byte tokens, an
+            empty mapping draws none.
+        unit: Unit of the losses.
         gpus_per_node: Node width in the rank map; None is the Trainer's devices per node.
     """
 
@@ -50,11 +54,13 @@ class RunReport(Callback):
         dirpath: str | os.PathLike[str] | None = None,
         *,
         references: dict[str, float] | None = None,
+        unit: str = "nats per byte",
         gpus_per_node: int | None = None,
     ) -> None:
         super().__init__()
         self.dirpath = dirpath
         self.references = BYTE_REFERENCES if references is None else references
+        self.unit = unit
         self.gpus_per_node = gpus_per_node
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -76,11 +82,11 @@ class RunReport(Callback):
         folder.mkdir(parents=True, exist_ok=True)
         metrics_csv = Path(logger.log_dir) / "metrics.csv"
         if metrics_csv.exists():
-            draw_loss(metrics_csv, folder / "loss.png", references=self.references)
+            path = folder / "loss.png"
+            draw_loss(metrics_csv, path, references=self.references, unit=self.unit)
         folding = getattr(trainer.strategy, "folding", None)
         if folding is not None:
-            from lightning_fold.topology.rank_map import draw_rank_map
-
+            (folder / RANK_MAP).write_text(json.dumps(rank_map_json(folding)))
             draw_rank_map(
                 folding,
                 folder / "rank_map.png",
@@ -105,9 +111,8 @@ def read_metrics(metrics_csv: str | os.PathLike[str]) -> dict[str, Series]:
 def summarise(run_dir: str | os.PathLike[str], mapping: str) -> dict[str, Any]:
     """Condense `run_dir/metrics.csv` into the keys of the demo's last line.
 
-    `val_loss_start` is the validation before the first step. The Trainer's sanity check does not
-    log, so the script calls `trainer.validate(module, datamodule)` and then `trainer.fit` with
-    the same Trainer, which puts a row of step 0 into the same file.
+    `val_loss_start` is the validation before the first step, which `ValidateAtStart` (or a
+    `trainer.validate` before `trainer.fit`, with the same Trainer) puts into the file.
 
     Args:
         run_dir: Folder of `metrics.csv`.
@@ -128,8 +133,7 @@ def summarise(run_dir: str | os.PathLike[str], mapping: str) -> dict[str, Any]:
     if len(validation.steps) < 2 or validation.steps[0] != 0:
         raise ValueError(
             f"{path}: val_loss has rows at steps {validation.steps[:3]}, a summary needs one at "
-            "step 0 and a later one.\nCall `trainer.validate` before `trainer.fit`, with the same "
-            "Trainer and a CSVLogger."
+            "step 0 and a later one.\nAdd the callback ValidateAtStart and train past a validation."
         )
     if not throughput.values:
         raise ValueError(
@@ -154,6 +158,7 @@ def draw_loss(
     path: str | os.PathLike[str],
     *,
     references: Mapping[str, float] = BYTE_REFERENCES,
+    unit: str = "nats per byte",
 ) -> None:
     """Draw train and validation loss against steps and, where logged, tokens."""
     metrics = read_metrics(metrics_csv)
@@ -175,7 +180,7 @@ def draw_loss(
             ha="right",
             color="dimgray",
         )
-    axes.set(xlabel="step", ylabel="loss (nats per byte)", title="Loss")
+    axes.set(xlabel="step", ylabel=f"loss ({unit})", title="Loss")
     axes.margins(x=0.01)
     axes.grid(alpha=0.3)
     axes.legend(loc="center right")

@@ -5,7 +5,6 @@ caller may branch on the rank only after them. Holds no state and draws nothing.
 """
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -23,12 +22,11 @@ def is_log_step(trainer: Trainer) -> bool:
     )
 
 
-def log_values(module: LightningModule, values: Mapping[str, float], *, prog_bar: bool) -> None:
-    """Log numbers that are equal on every rank, or of which rank zero's counts."""
-    for key, value in values.items():
-        # CPU tensors: a float would be copied to the device and read back. Double precision,
-        # since a token count passes 2^24 early.
-        module.log(key, torch.tensor(value, dtype=torch.float64), prog_bar=prog_bar)
+def log_value(module: LightningModule, key: str, value: float, *, prog_bar: bool = False) -> None:
+    """Log a number that is equal on every rank, or of which rank zero's counts."""
+    # A CPU tensor: a float would be copied to the device and read back. Double precision, since
+    # a token count passes 2^24 early.
+    module.log(key, torch.tensor(value, dtype=torch.float64), prog_bar=prog_bar)
 
 
 def sum_over_world(values: Tensor) -> Tensor:

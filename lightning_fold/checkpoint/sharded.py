@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
@@ -23,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 META = "meta.pt"
-_PRIMITIVES = (int, float, bool, str, bytes, type(None), Tensor)
+_PRIMITIVES: tuple[type[Any], ...] = (bool, int, float, str, bytes)
 
 
 def is_sharded(path: Path) -> bool:
@@ -73,23 +75,42 @@ def load_sharded(path: Path, *, module: nn.Module, optimizers: list[Optimizer]) 
     Raises:
         ValueError: The folder was written by another model.
     """
+    saved = FileSystemReader(path).read_metadata().state_dict_metadata
     state: dict[str, Any] = {"state_dict": module.state_dict()}
     if optimizers:
         state["optimizers"] = {
-            str(i): get_optimizer_state_dict(module, optimizer)
+            str(i): _wanted(module, optimizer, stepped=_holds(saved, f"optimizers.{i}.state."))
             for i, optimizer in enumerate(optimizers)
         }
+        if not _holds(saved, "optimizers."):
+            raise ValueError(
+                f"{path} holds no optimizer state, as ModelCheckpoint(save_weights_only=True) "
+                "writes it, so training cannot resume from it. Load the weights before `fit`."
+            )
     try:
         load(state, checkpoint_id=path)
-    except (RuntimeError, ValueError, KeyError) as error:
+    except (CheckpointException, RuntimeError, ValueError, KeyError) as error:
         raise ValueError(
             f"{path} does not fit this model or its optimizers: {_last_line(error)}. Load it into "
             "the model that wrote it, with the same optimizers."
         ) from error
     for i, optimizer in enumerate(optimizers):
-        set_optimizer_state_dict(module, optimizer, state["optimizers"][str(i)])
+        _fill(module, optimizer, state["optimizers"][str(i)])
     meta: dict[str, Any] = torch.load(path / META, weights_only=True)
     return meta
+
+
+def live_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """State of `optimizer` by parameter name, on its live shards; empty before its first step.
+
+    torch starts an optimizer that has not stepped by a step with zero gradients, which Adam counts.
+    """
+    stepped = bool(optimizer.state)
+    state: dict[str, Any] = dict(get_optimizer_state_dict(module, optimizer))
+    if not stepped:
+        optimizer.state.clear()
+        state["state"] = {}
+    return state
 
 
 def remove(path: Path) -> None:
@@ -98,6 +119,25 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def _holds(saved: Mapping[str, Any], prefix: str) -> bool:
+    return any(name.startswith(prefix) for name in saved)
+
+
+def _wanted(module: nn.Module, optimizer: Optimizer, *, stepped: bool) -> dict[str, Any]:
+    """What to read for `optimizer`: started by torch, so that its moments exist to be filled."""
+    state: dict[str, Any] = dict(get_optimizer_state_dict(module, optimizer))
+    return state if stepped else {**state, "state": {}}
+
+
+def _fill(module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    if state["state"]:
+        set_optimizer_state_dict(module, optimizer, state)
+        return
+    optimizer.state.clear()
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        group.update({key: value for key, value in saved.items() if key != "params"})
 
 
 def _move_into_place(partial: Path, path: Path) -> None:
@@ -116,8 +156,12 @@ def _primitive(value: Any, where: str, replaced: list[str]) -> Any:
     if isinstance(value, list | tuple):
         items = [_primitive(item, f"{where}[{i}]", replaced) for i, item in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
-    if isinstance(value, _PRIMITIVES):
+    if value is None or isinstance(value, Tensor):
         return value
+    for kind in _PRIMITIVES:
+        if isinstance(value, kind):
+            # Not as it is: a numpy scalar is a float, and weights_only=True refuses its class.
+            return kind(value)
     replaced.append(where.lstrip("."))
     return str(value)
 

@@ -80,7 +80,7 @@ class TensorParallel:
             if layer.dense_mlp is not None:
                 self._dense_mlp(layer.dense_mlp)
             if randomness:
-                layer.module.forward = per_rank_rng(layer.module.forward, self.comm.rank("tp"))
+                layer.module.forward = per_rank_rng(layer.module, self.comm.rank("tp"))
         self._embedding(parts.embed_tokens)
         if parts.lm_head is not None:
             self._head(parts.lm_head)

@@ -19,17 +19,20 @@ from torch import nn
 _STRIDE = 0x9E3779B97F4A7C15
 
 
-def per_rank_rng(forward: Callable[..., Any], tp_rank: int) -> Callable[..., Any]:
-    """Wrap a layer's forward so that tp ranks draw different random numbers, in training."""
+def per_rank_rng(layer: nn.Module, tp_rank: int) -> Callable[..., Any]:
+    """A forward for `layer` in which tp ranks draw different random numbers."""
+    own = layer.__dict__.get("forward")
 
-    @functools.wraps(forward)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
         seed = int(torch.randint(2**62, ()))
+        # Found at the call: FSDP2 changes the class later, and transformers' checkpointing acts
+        # only in the forward of the class that the layer has then.
+        inner = own or functools.partial(type(layer).forward, layer)
         with torch.random.fork_rng(devices=_devices()):
             torch.manual_seed((seed + tp_rank * _STRIDE) % 2**63)
-            return forward(*args, **kwargs)
+            return inner(*args, **kwargs)
 
-    return wrapped
+    return forward
 
 
 def has_randomness(module: nn.Module) -> bool:

@@ -160,11 +160,11 @@ def test_qwen3_moe_is_read_from_its_hugging_face_config():
     )
     assert shape_from_config(config) == QWEN3_30B
     sparse = transformers.Qwen3MoeConfig(
-        num_hidden_layers=8, decoder_sparse_step=2, mlp_only_layers=[1, 2]
+        num_hidden_layers=8, decoder_sparse_step=2, mlp_only_layers=[1, 3]
     )
     shape = shape_from_config(sparse)
-    # Every second layer, 1 3 5 7, without layer 1, which is named dense.
-    assert (shape.moe_layers, shape.dense_layers, shape.dense_width) == (3, 5, 6144)
+    # Every second layer, 1 3 5 7, without layers 1 and 3, which are named dense.
+    assert (shape.moe_layers, shape.dense_layers, shape.dense_width) == (2, 6, 6144)
 
 
 def test_qwen2_moe_shared_expert_is_counted():

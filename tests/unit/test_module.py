@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, Logger
 
 from lightning_fold.data import TextDataModule
 from lightning_fold.model.decoder import DecoderConfig
@@ -67,7 +67,7 @@ def no_process_group_left() -> Iterator[None]:
 @pytest.mark.usefixtures("no_process_group_left")
 @pytest.mark.parametrize("strategy", ["auto", "ddp"])
 def test_training_lowers_the_loss(text: TextDataModule, tmp_path: Path, strategy: str) -> None:
-    trainer = quiet_trainer(tmp_path, max_steps=30, strategy=strategy, gradient_clip_val=1.0)
+    trainer = quiet_trainer(tmp_path, strategy=strategy, max_steps=30, val_check_interval=10)
     module = small_module(learning_rate=2e-2, warmup_steps=3)
     before = trainer.validate(module, text, verbose=False)[0]["val_loss"]
     trainer.fit(module, text)
@@ -159,12 +159,13 @@ def test_impossible_schedules_are_refused(options: dict[str, float], message: st
         small_module(**options)
 
 
-def test_demo_recipe_builds_model_and_data() -> None:
+def test_demo_recipe_builds_model_data_and_loggers() -> None:
     recipe = yaml.safe_load(RECIPE.read_text())
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(pl.LightningModule, "model")
     parser.add_subclass_arguments(pl.LightningDataModule, "data")
-    chosen = {name: recipe[name] for name in ("model", "data")}
+    parser.add_argument("--logger", type=list[Logger])
+    chosen = {"logger": recipe["trainer"]["logger"]} | {k: recipe[k] for k in ("model", "data")}
     built = parser.instantiate(parser.parse_object(chosen))
     config = built.model.model.config
     assert (config.num_experts, config.num_experts_per_tok) == (8, 2)
@@ -172,6 +173,7 @@ def test_demo_recipe_builds_model_and_data() -> None:
     assert config.shared_expert_intermediate_size > 0
     assert config.num_key_value_heads < config.num_attention_heads
     assert (built.data.seq_len + 1) % 2 == 0
+    assert {Path(logger.log_dir) for logger in built.logger} == {Path("runs/demo")}
     strategy = recipe["trainer"]["strategy"]["init_args"]
     assert strategy["tensor_parallel_size"] == 2
     assert strategy["expert_parallel_size"] == recipe["trainer"]["devices"] == 4

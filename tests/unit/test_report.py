@@ -151,7 +151,7 @@ def test_a_summary_without_a_peak_has_no_mfu(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (["9,0,5.0,,100,", "19,0,4.0,,100,"], r"rows at steps \[9, 19\](.|\n)*trainer.validate"),
+        (["9,0,5.0,,100,", "19,0,4.0,,100,"], r"rows at steps \[9, 19\](.|\n)*ValidateAtStart"),
         (["0,0,5.5,,100,"], r"rows at steps \[0\]"),
         (["0,0,5.5,,,", "9,0,4.0,,,"], r"no fold/tokens_per_s(.|\n)*Add MFUMonitor"),
     ],
@@ -191,11 +191,12 @@ def test_the_loss_plot_shows_references_and_tokens(tmp_path, monkeypatch):
     )
     path = tmp_path / "metrics.csv"
     path.write_text("step,val_loss,train_loss,fold/tokens\n0,5.5,,\n9,,4.5,40960\n9,4.0,,\n")
-    draw_loss(path, tmp_path / "loss.png")
+    draw_loss(path, tmp_path / "loss.png", unit="bits")
     (axes,) = figures[0].axes
     lines = {line.get_label(): line for line in axes.lines}
     assert lines["train"].get_xydata().tolist() == [[9, 4.5]]
     assert lines["validation"].get_xydata().tolist() == [[0, 5.5], [9, 4.0]]
+    assert axes.get_ylabel() == "loss (bits)"
     assert [text.get_text() for text in axes.texts] == ["uniform 5.55", "bigram 2.41"]
     (top,) = axes.child_axes
     figures[0].savefig(tmp_path / "laid_out.png")

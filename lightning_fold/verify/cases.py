@@ -1,0 +1,149 @@
+"""The models and batches that every mapping is verified on; one file, torch and transformers only.
+
+The reference process loads this file by its path, so it imports nothing of this package: both sides
+build the same weights and the same batches from it. Knows no mapping and compares nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Shapes.  B sequences   S tokens of a sequence   T tokens = B*S   K top-k
+
+VOCABULARY, LENGTHS, SEQUENCES = 101, (13, 16, 11), 2
+STEPS, ACCUMULATE, LEARNING_RATE, CLIP = 3, 2, 0.2, 0.5
+# Labels set to -100 beside the padding, by dp rank: ranks of one step then differ in labels too.
+IGNORED = (1, 1, 2, 2, 4, 3, 4, 6)
+PRELOAD = (
+    "transformers.models.mixtral.modeling_mixtral",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+)
+"""Modules that take long to import."""
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """One model under test.
+
+    Attributes:
+        source: "decoder" (built in), "mixtral" or "qwen3_moe" (Hugging Face).
+        options: Fields of its config beside the common sizes.
+    """
+
+    source: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+# Mixtral has no dense layers; the others have one between two MoE layers. Eight heads over two
+# key/value heads, so that tp = 4 replicates them; a vocabulary that no tp divides.
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    # Far from 0.02: attention and router must be far from uniform, or their errors would not show.
+    "initializer_range": 0.15,
+}
+_DENSE_AND_MOE = {
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+}
+_MIXTRAL = {"intermediate_size": 24, "num_local_experts": 8, "num_experts_per_tok": 2}
+_SHARED = {"shared_expert_intermediate_size": 16, "attention_bias": True}
+_TIED = {"tie_word_embeddings": True}
+
+MODELS: Mapping[str, ModelCase] = {
+    "decoder": ModelCase("decoder", _DENSE_AND_MOE),
+    "decoder-shared-bias": ModelCase("decoder", _DENSE_AND_MOE | _SHARED),
+    "decoder-tied": ModelCase("decoder", _DENSE_AND_MOE | _TIED),
+    "mixtral": ModelCase("mixtral", _MIXTRAL),
+    "mixtral-tied": ModelCase("mixtral", _MIXTRAL | _TIED),
+    "qwen3_moe": ModelCase("qwen3_moe", _DENSE_AND_MOE),
+    "qwen3_moe-bias": ModelCase("qwen3_moe", _DENSE_AND_MOE | {"attention_bias": True}),
+}
+
+
+def build_model(name: str, *, decoder: Any) -> nn.Module:
+    """Build one of `MODELS` in fp32, from a fixed seed.
+
+    Args:
+        name: Its key.
+        decoder: The module that holds `Decoder` and `DecoderConfig`, imported in whatever way.
+    """
+    case = MODELS[name]
+    # With this seed the first step sends tokens to every expert of every model, under dp = 1 too.
+    torch.manual_seed(6)
+    model = _build_decoder(case, decoder) if case.source == "decoder" else _build_hf(case)
+    _perturb_vectors(model)
+    return model
+
+
+def sub_batch(index: int, dp_rank: int) -> dict[str, Tensor]:
+    """What a dp rank sees in its `index`-th step: own tokens, length, padding, ignored labels."""
+    generator = torch.Generator().manual_seed(1000 * index + dp_rank)
+    length = LENGTHS[(index + dp_rank) % len(LENGTHS)]
+    ids = torch.randint(0, VOCABULARY, (SEQUENCES, length), generator=generator)
+    mask = torch.ones_like(ids)
+    right, left = dp_rank % 4, dp_rank // 4 * 4 + index % 2
+    mask[0, length - right :] = 0
+    mask[1, :left] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[0, 1 : 1 + IGNORED[dp_rank]] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+class RoutingTap:
+    """Records the routing decision of every MoE layer and forward.
+
+    Attributes:
+        decisions: One list a layer, in order of the layers, of index tensors [T, K] in order of the
+            forwards.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.decisions: list[list[Tensor]] = []
+        for name, module in model.named_modules():
+            # Routers of all these models return (logits, weights, index).
+            if name.endswith("mlp.gate"):
+                log: list[Tensor] = []
+                self.decisions.append(log)
+                module.register_forward_hook(
+                    lambda module, args, out, log=log: log.append(out[2].detach().clone())
+                )
+
+
+def _build_decoder(case: ModelCase, decoder: Any) -> nn.Module:
+    model: nn.Module = decoder.Decoder(decoder.DecoderConfig(**_SIZES, **case.options))
+    return model
+
+
+def _build_hf(case: ModelCase) -> nn.Module:
+    import transformers
+
+    classes = {"mixtral": transformers.MixtralConfig, "qwen3_moe": transformers.Qwen3MoeConfig}
+    config = classes[case.source](
+        **_SIZES, **case.options, max_position_embeddings=64, use_cache=False
+    )
+    # grouped_mm has no fp64; a folded model computes its experts by itself.
+    config._experts_implementation = "eager"
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    return model
+
+
+@torch.no_grad()
+def _perturb_vectors(model: nn.Module) -> None:
+    """Move norms off one and biases off zero: a bias added twice would not show at zero."""
+    for param in model.parameters():
+        if param.dim() == 1:
+            param.add_(torch.randn(param.shape), alpha=0.1)

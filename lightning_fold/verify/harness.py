@@ -1,0 +1,173 @@
+"""One case through a real Trainer, on every rank: an ordinary LightningModule and what it records.
+
+Owns the LightningModule and the recording callback. Knows no reference and no tolerance. Every rank
+saves its own routing decisions, losses and logits; rank 0 also whole gradients and weights.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_fold.model import decoder
+from lightning_fold.strategy import FoldedMoEStrategy
+from lightning_fold.verify import cases
+from lightning_fold.verify.plan import Case
+
+
+class CaseModule(pl.LightningModule):
+    """What any user writes: a model, a step, an optimizer, a loader.
+
+    Attributes:
+        losses: Loss of every step.
+        logits: Logits of every step.
+    """
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.dp = case.folding.dp
+        self.model = cases.build_model(case.model, decoder=decoder)
+        self.tap = cases.RoutingTap(self.model)
+        self.losses: list[Tensor] = []
+        self.logits: list[Tensor] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """The loss of the model."""
+        out = self.model(**batch)
+        self.log("loss", out.loss)
+        self.losses.append(out.loss.detach().clone())
+        self.logits.append(out.logits.detach().clone())
+        loss: Tensor = out.loss
+        return loss
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Sub-batches step by step, dealt by the strategy's sampler arguments.
+
+        The sampler is explicit because Lightning's own one shuffles while fitting.
+        """
+        steps = range(cases.STEPS * cases.ACCUMULATE)
+        data: Any = [cases.sub_batch(index, dp) for index in steps for dp in range(self.dp)]
+        kwargs = self.trainer.distributed_sampler_kwargs
+        assert kwargs is not None
+        sampler: Any = DistributedSampler(data, shuffle=False, **kwargs)
+        return DataLoader(data, batch_size=1, sampler=sampler, collate_fn=lambda items: items[0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Plain SGD: Adam would hide a wrong scale."""
+        return torch.optim.SGD(self.parameters(), lr=cases.LEARNING_RATE)
+
+
+class Recorder(pl.Callback):
+    """Whole gradients of the first step before clipping, and the norm of every step.
+
+    Attributes:
+        grads: By name, on rank 0; empty on the others.
+        norms: Norms that clipping measured.
+        has_started: Whether set-up is over.
+    """
+
+    def __init__(self) -> None:
+        self.grads: dict[str, Tensor] | None = None
+        self.norms: list[float] = []
+        self.has_started = False
+
+    def on_train_start(self, *args: Any) -> None:
+        """From here on an error is no refusal."""
+        self.has_started = True
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any
+    ) -> None:
+        """Gather; Lightning clips after this hook."""
+        if self.grads is None:
+            named = {n: p.grad for n, p in pl_module.named_parameters() if p.grad is not None}
+            self.grads = _strategy(trainer).consolidate(named)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        """Note the norm when a step has been made."""
+        norm = _strategy(trainer).grad_norm
+        if norm is not None and trainer.global_step > len(self.norms):
+            self.norms.append(float(norm))
+
+
+def run_case(case: Case, folder: Path) -> None:
+    """Train under the case's mapping and write `rank<r>.pt` into `folder`. Collective.
+
+    A mapping that set-up refuses is recorded with its reason: every rank refuses alike.
+    """
+    _be_quiet()
+    module, recorder = CaseModule(case), Recorder()
+    strategy = build_strategy(case)
+    trainer = _trainer(case, strategy, recorder)
+    try:
+        trainer.fit(module)
+    except ValueError as error:
+        if recorder.has_started:
+            raise
+        record: dict[str, Any] = {"refusal": str(error)}
+    else:
+        record = _record(strategy, module, recorder)
+    torch.save(record, folder / f"rank{strategy.global_rank}.pt")
+
+
+def build_strategy(case: Case) -> FoldedMoEStrategy:
+    """The strategy as a user configures it; dp and edp follow from the world."""
+    folding = case.folding
+    return FoldedMoEStrategy(
+        tensor_parallel_size=folding.tp,
+        context_parallel_size=folding.cp,
+        pipeline_parallel_size=folding.pp,
+        expert_parallel_size=folding.ep,
+        expert_tensor_parallel_size=folding.etp,
+        save_distributed_checkpoint=False,
+    )
+
+
+def _trainer(case: Case, strategy: FoldedMoEStrategy, recorder: Recorder) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=case.folding.world,
+        strategy=strategy,
+        precision="64-true" if case.precision == "64" else "32-true",
+        max_steps=cases.STEPS,
+        accumulate_grad_batches=cases.ACCUMULATE,
+        gradient_clip_val=cases.CLIP if case.clip else None,
+        callbacks=[recorder],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def _record(strategy: FoldedMoEStrategy, module: CaseModule, recorder: Recorder) -> dict[str, Any]:
+    return {
+        "coordinates": strategy.folding.coordinates(strategy.global_rank),
+        "routing": module.tap.decisions,
+        "losses": module.losses,
+        "logits": module.logits,
+        "norms": recorder.norms,
+        "grads": recorder.grads,
+        "weights": strategy.consolidate(dict(module.named_parameters())),
+        "families": {name: family.value for name, family in strategy.families.items()},
+    }
+
+
+def _strategy(trainer: pl.Trainer) -> FoldedMoEStrategy:
+    strategy = trainer.strategy
+    assert isinstance(strategy, FoldedMoEStrategy)
+    return strategy
+
+
+def _be_quiet() -> None:
+    """Drop Lightning's advice about loaders: the log of a rank is shown when it fails."""
+    warnings.filterwarnings("ignore", module="lightning")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,0 +1,94 @@
+"""The plain single-process run, without parallelism: `python reference.py requests.json folder`.
+
+For dp = d it is the user's model over the same d sub-batches, each loss divided by d, accumulated,
+then one SGD step. It is run by its path and fails if it has imported the package under test.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def run_reference(request: dict[str, Any]) -> dict[str, Any]:
+    """Train one model for a few steps and record everything that a mapping is compared with.
+
+    Args:
+        request: model, dp, clip (bool), precision ("64" or "32").
+    """
+    dp, dtype = request["dp"], {"64": torch.float64, "32": torch.float32}[request["precision"]]
+    model = cases.build_model(request["model"], decoder=decoder).to(dtype)
+    tap = cases.RoutingTap(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=cases.LEARNING_RATE)
+    record: dict[str, Any] = {"losses": [], "logits": [], "norms": []}
+    for step in range(cases.STEPS):
+        optimizer.zero_grad()
+        for index in range(step * cases.ACCUMULATE, (step + 1) * cases.ACCUMULATE):
+            for dp_rank in range(dp):
+                out = model(**cases.sub_batch(index, dp_rank))
+                (out.loss / dp / cases.ACCUMULATE).backward()
+                record["losses"].append(out.loss.detach())
+                record["logits"].append(out.logits.detach())
+        if step == 0:
+            _check_every_expert_is_hit(tap, request)
+            record["grads"] = {f"model.{n}": _grad(p) for n, p in model.named_parameters()}
+        record["norms"].append(_norm_and_clip(model, request))
+        optimizer.step()
+    record["routing"] = tap.decisions
+    record["weights"] = {f"model.{n}": p.detach().clone() for n, p in model.named_parameters()}
+    return record
+
+
+def _grad(param: nn.Parameter) -> Tensor:
+    assert param.grad is not None, "a parameter of the reference has no gradient"
+    return param.grad.clone()
+
+
+def _norm_and_clip(model: nn.Module, request: dict[str, Any]) -> float:
+    limit = cases.CLIP if request["clip"] else float("inf")
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), limit))
+    # An idle clip would test nothing.
+    assert not request["clip"] or norm > 1.5 * limit, f"{request}: norm {norm}, clip {limit}"
+    return norm
+
+
+def _check_every_expert_is_hit(tap: Any, request: dict[str, Any]) -> None:
+    for layer, decisions in enumerate(tap.decisions):
+        experts = torch.cat([index.flatten() for index in decisions]).unique().numel()
+        assert experts == 8, f"{request}: MoE layer {layer} uses {experts} of 8 experts"
+
+
+def _load(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # dataclasses look their module up by name.
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def main(requests: str, folder: str) -> None:
+    """Run every request of a JSON list and save its record under the request's `key`."""
+    torch.set_num_threads(1)
+    for request in json.loads(Path(requests).read_text()):
+        torch.save(run_reference(request), Path(folder) / f"{request['key']}.pt")
+    foreign = {name.partition(".")[0] for name in sys.modules} & {"lightning_fold", "lightning"}
+    assert not foreign, f"the reference process has imported {sorted(foreign)}"
+
+
+if __name__ == "__main__":
+    _HERE = Path(__file__).resolve().parent
+    # The script's folder leads sys.path and would hide the standard library from torch.
+    sys.path.pop(0)
+    cases = _load("plain_cases", _HERE / "cases.py")
+    decoder = _load("plain_decoder", _HERE.parent / "model" / "decoder.py")
+    main(*sys.argv[1:3])

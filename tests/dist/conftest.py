@@ -1,0 +1,58 @@
+"""Ranks start once a world and session; tests read what became of their case.
+
+Only the cases of the selected tests run, so `-k` on a mapping id is quick. The terminal summary
+shows what was covered and how close it came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from rich.console import Console
+
+from lightning_fold.verify.compare import Outcome
+from lightning_fold.verify.plan import Case
+from lightning_fold.verify.suite import coverage, norms_table, results_table, run_cases
+
+OUTCOMES = pytest.StashKey[dict[Case, Outcome]]()
+
+
+@pytest.fixture(scope="session")
+def outcome_of(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Case], Outcome]:
+    """The outcome of a case; its world runs all selected cases when the first one is asked for."""
+    outcomes = request.config.stash.setdefault(OUTCOMES, {})
+    wanted = dict.fromkeys(_selected_cases(request.session.items))
+
+    def outcome(case: Case) -> Outcome:
+        if case not in outcomes:
+            world = case.folding.world
+            cases = [other for other in wanted if other.folding.world == world]
+            outcomes.update(run_cases(cases, tmp_path_factory.mktemp(f"world{world}")))
+        return outcomes[case]
+
+    return outcome
+
+
+def _selected_cases(items: list[pytest.Item]) -> Iterator[Case]:
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        if "case" in params:
+            yield params["case"]
+        yield from params.get("cases", ())
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    outcomes = list(config.stash.get(OUTCOMES, {}).values())
+    if not outcomes:
+        return
+    terminalreporter.section("equivalence with the single-process model: worst relative errors")
+    console = Console(width=200, file=terminalreporter._tw._file)
+    console.print(results_table(outcomes))
+    console.print(norms_table(outcomes))
+    for world in sorted({outcome.case.folding.world for outcome in outcomes}):
+        console.print(coverage(outcomes, world))

@@ -1,0 +1,1 @@
+"""The Lightning contract under test: scenarios run once per world, tests read their results."""

@@ -1,0 +1,107 @@
+"""What checkpoints hold, and that training resumes from them as if it had not stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from contract.compare import worst
+from contract.launch import Run
+
+TOLERANCE = 1e-9
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        "resume-sharded_grouped@ep2",
+        "resume-sharded_adamw@tp2ep2",
+        "resume-whole_two_optimizers@tp2ep2",
+        "resume-whole_grouped@ep2",
+    ],
+)
+def test_a_resumed_run_equals_an_uninterrupted_one(scenario: str, two: Run, plain: Run) -> None:
+    _check_resume(two, plain, scenario)
+
+
+@pytest.mark.parametrize("form", ["whole", "sharded"])
+def test_resume_with_widths_that_no_data_axis_divides(form: str, four: Run, plain: Run) -> None:
+    _check_resume(four, plain, f"resume-{form}_narrow@tp2ep2")
+
+
+def _check_resume(run: Run, plain: Run, scenario: str) -> None:
+    line = scenario.partition("_")[2].partition("@")[0]
+    result, reference = run(scenario), plain(f"uninterrupted-{line}@plain")
+    assert result["steps"] == reference["steps"]
+    distance, name = worst(result["after"], reference["after"])
+    assert distance < TOLERANCE, name
+
+
+@pytest.mark.parametrize(("line", "mapping"), [("adamw", "tp2ep2"), ("grouped", "ep2")])
+def test_consolidated_file_is_the_single_device_file(
+    line: str, mapping: str, two: Run, plain: Run
+) -> None:
+    two(f"written-{line}@{mapping}"), plain(f"written-{line}@plain")
+    ours = _read(two.folder / f"files/written-{line}@{mapping}")
+    theirs = _read(plain.folder / f"files/written-{line}@plain")
+    assert ours.keys() == theirs.keys()
+    assert _layout(ours["state_dict"]) == _layout(theirs["state_dict"])
+    assert _layout(ours["optimizer_states"]) == _layout(theirs["optimizer_states"])
+    assert worst(ours["state_dict"], theirs["state_dict"])[0] < TOLERANCE
+    for mine, other in zip(ours["optimizer_states"], theirs["optimizer_states"], strict=True):
+        for index, state in other["state"].items():
+            tensors = {k: v for k, v in state.items() if isinstance(v, Tensor)}
+            assert worst({k: mine["state"][index][k] for k in tensors}, tensors)[0] < 1e-8
+
+
+@pytest.mark.parametrize(("line", "mapping"), [("adamw", "tp2ep2"), ("grouped", "ep2")])
+def test_plain_lightning_resumes_a_consolidated_file(line: str, mapping: str, plain: Run) -> None:
+    result = plain(f"adopted-2_{line}_{mapping}@plain")
+    reference = plain(f"uninterrupted-{line}@plain")
+    assert result["steps"] == reference["steps"]
+    assert worst(result["after"], reference["after"])[0] < TOLERANCE
+
+
+def test_saving_before_the_first_step_changes_nothing(two: Run, one: Run, plain: Run) -> None:
+    for run, scenario, twin in (
+        (two, "early-sharded@ep2", "fit-adamw_fused@plain2"),
+        (one, "early-sharded@plain", "fit-adamw_fused@plain"),
+    ):
+        result, reference = run(scenario), plain(twin)["after"]
+        assert worst(result["after"], reference)[0] < TOLERANCE
+        assert worst(result["resumed"], reference)[0] < TOLERANCE
+
+
+@pytest.mark.parametrize("form", ["sharded", "whole"])
+def test_save_weights_only_rotates_loads_and_cannot_resume(form: str, two: Run) -> None:
+    run = two(f"weights_only-{form}@ep2")
+    assert len(run["files"]) == 1
+    assert run["loaded"] == pytest.approx(run["best"], rel=1e-6)
+    assert run["error"].startswith("ValueError")
+    assert "save_weights_only=True" in run["error"]
+
+
+def test_hyperparameters_that_are_no_primitives_are_named(two: Run) -> None:
+    (message,) = two("weights_only-sharded@ep2")["warned"]
+    assert "hyper_parameters.path" in message
+    assert "rate" not in message
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = torch.load(folder / "epoch.ckpt", weights_only=True)
+    return loaded
+
+
+def _layout(value: Any) -> Any:
+    """Keys in order, shapes and dtypes; values of primitives."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), str(value.dtype)
+    if isinstance(value, dict):
+        return [(key, _layout(item)) for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return [_layout(item) for item in value]
+    return value

@@ -1,0 +1,93 @@
+"""The repository around the code: documents, recipes, pins, and plain text everywhere."""
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_fold.cli import main
+from lightning_fold.topology.folding import Folding
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "recipes").glob("*"))
+FOLDERS = ("lightning_fold", "kernels", "tests", "benchmarks", "recipes", ".ci")
+TARGETS = {"demo", "test", "test-full", "mutate", "lint", "bench", "clean"}
+
+
+def texts() -> Iterator[Path]:
+    suffixes = {".py", ".md", ".yaml", ".toml", ".txt", ""}
+    files = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*")]
+    for file in [*files, *ROOT.glob("*.md"), *ROOT.glob("*.toml"), *ROOT.glob("*.txt")]:
+        if file.is_file() and file.suffix in suffixes and "__pycache__" not in file.parts:
+            yield file
+
+
+def mapping_of(recipe: Path) -> Folding:
+    return Folding.from_id(recipe.name.removesuffix(".yaml").rpartition(".")[2])
+
+
+@pytest.mark.parametrize("name", ["README.md", "ARCHITECTURE.md", "CHANGELOG.md"])
+def test_document_exists(name: str) -> None:
+    assert (ROOT / name).stat().st_size > 200
+
+
+def test_sources_are_ascii() -> None:
+    files = list(texts())
+    assert len(files) > 50
+    assert [str(file) for file in files if not file.read_bytes().isascii()] == []
+
+
+def test_make_has_its_targets() -> None:
+    lines = (ROOT / "Makefile").read_text().splitlines()
+    phony = next(line for line in lines if line.startswith(".PHONY:"))
+    assert set(phony.split()[1:]) == TARGETS
+    assert {line.partition(":")[0] for line in lines if re.match(r"[a-z-]+:", line)} == TARGETS
+
+
+def test_pins_are_exact_and_name_no_build() -> None:
+    lines = [
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if not line.startswith("#")
+    ]
+    assert [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.]+", line)] == []
+    assert {"torch==2.13.0", "triton==3.7.0", "lightning==2.6.6"} <= set(lines)
+
+
+def test_recipes_are_found() -> None:
+    assert {recipe.suffix for recipe in RECIPES} == {".yaml"}
+    names = {recipe.name.partition(".")[0] for recipe in RECIPES}
+    assert {"demo", "qwen3-moe"} <= names
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
+def test_recipe_is_named_after_the_mapping_it_configures(recipe: Path) -> None:
+    folding = mapping_of(recipe)
+    trainer = yaml.safe_load(recipe.read_text())["trainer"]
+    sizes = trainer["strategy"]["init_args"]
+    assert folding == Folding.from_world(
+        trainer["devices"] * trainer.get("num_nodes", 1),
+        tp=sizes.get("tensor_parallel_size", 1),
+        cp=sizes.get("context_parallel_size", 1),
+        pp=sizes.get("pipeline_parallel_size", 1),
+        etp=sizes.get("expert_tensor_parallel_size", 1),
+        ep=sizes.get("expert_parallel_size", 1),
+    )
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
+def test_recipe_is_accepted_by_the_command_line(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["fit", "--config", str(recipe), "--print_config"]
+    monkeypatch.setattr(sys, "argv", ["lightning-fold", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    written = yaml.safe_load(recipe.read_text())
+    assert printed["trainer"]["max_steps"] == written["trainer"]["max_steps"]
+    assert printed["model"]["class_path"] == written["model"]["class_path"]

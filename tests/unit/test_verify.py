@@ -1,0 +1,349 @@
+"""The suite that verifies: its data differ between ranks, its comparison sees every error."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_fold.model import decoder, tensor_parallel
+from lightning_fold.topology.folding import Folding, legal_foldings
+from lightning_fold.verify import cases, mutations
+from lightning_fold.verify.compare import (
+    CHECKS,
+    Check,
+    Outcome,
+    compare_case,
+    family_of,
+    relative_error,
+)
+from lightning_fold.verify.launch import _explain
+from lightning_fold.verify.mutate import judge
+from lightning_fold.verify.mutations import MUTATIONS
+from lightning_fold.verify.plan import (
+    EIGHT,
+    MAIN_MODELS,
+    QUICK,
+    Case,
+    closed_form,
+    full,
+    mappings_of,
+    reference_requests,
+    tolerance_of,
+)
+
+CASE = Case("decoder", "tp2cp1dp2pp1-etp1ep4edp1", clip=True)
+
+# ------------------------------------------------------------ batches and cases
+
+
+@pytest.mark.parametrize("index", range(cases.STEPS * cases.ACCUMULATE))
+def test_ranks_see_different_tokens_padding_and_labels(index: int) -> None:
+    batches = [cases.sub_batch(index, dp_rank) for dp_rank in range(8)]
+    padding = [int((b["attention_mask"] == 0).sum()) for b in batches]
+    labels = [int((b["labels"][:, 1:] != -100).sum()) for b in batches]
+    assert len(set(padding)) == 8
+    assert all(a != b for a, b in itertools.pairwise(labels))
+    assert len({tuple(b["input_ids"].flatten().tolist()) for b in batches}) == 8
+    for batch in batches:
+        assert (batch["labels"][batch["attention_mask"] == 0] == -100).all()
+
+
+def test_some_lengths_are_not_divided_by_any_tp() -> None:
+    lengths = {cases.sub_batch(index, 0)["input_ids"].shape[1] for index in range(3)}
+    assert {length for length in lengths if length % 2} == {13, 11}
+    assert cases.VOCABULARY % 2 == 1
+
+
+def test_models_build_alike_twice_and_have_the_layers_the_suite_needs() -> None:
+    first, second = (cases.build_model("decoder-shared-bias", decoder=decoder) for _ in range(2))
+    for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    kinds = [type(layer.mlp).__name__ for layer in first.model.layers]
+    assert kinds == ["SparseMoeBlock", "GatedMLP", "SparseMoeBlock"]
+    norm = first.model.norm.weight
+    assert (norm != 1).all()
+
+
+def test_closed_form_counts_the_mappings() -> None:
+    assert [closed_form(world) for world in (1, 2, 4, 8)] == [1, 6, 18, 40]
+    for world in range(1, 25):
+        assert closed_form(world) == len(legal_foldings(world))
+
+
+def test_plan_covers_what_it_promises() -> None:
+    assert len(set(EIGHT)) >= 6
+    assert all(Folding.from_id(mapping).world == 8 for mapping in EIGHT)
+    for world in (1, 2, 4):
+        assert len(mappings_of(world)) == closed_form(world)
+    for world in (1, 2, 4, 8):
+        ran = {(c.model, c.mapping, c.clip) for c in full(world)}
+        wanted = {
+            (model, mapping, clip)
+            for model in MAIN_MODELS
+            for mapping in mappings_of(world)
+            for clip in (False, True)
+        }
+        assert wanted <= ran
+        assert any(c.precision == "32" and not c.clip for c in full(world))
+        assert set(cases.MODELS) == {c.model for c in full(world)}
+    assert len({c.mapping for c in QUICK if c.folding.world == 4}) == 5
+
+
+def test_references_are_shared_between_mappings_of_equal_dp() -> None:
+    other = replace(CASE, mapping="tp2cp1dp2pp1-etp2ep2edp1")
+    requests = reference_requests([CASE, other])
+    assert [request["key"] for request in requests] == [CASE.reference]
+    assert requests[0]["dp"] == 2
+
+
+# ------------------------------------------------------------ comparison
+
+NAMES = {
+    "model.model.norm.weight": "dense",
+    "model.model.layers.0.mlp.gate.weight": "router",
+    "model.model.layers.0.mlp.gate_proj.weight": "dense",
+    "model.model.layers.0.mlp.shared_expert.gate_proj.weight": "shared",
+    "model.model.layers.0.mlp.experts.gate_up_proj": "expert",
+}
+
+
+def reference() -> dict[str, Any]:
+    """Two steps of two dp ranks; sequences of 5 tokens, top-2, one MoE layer."""
+    torch.manual_seed(0)
+    values = {name: torch.randn(3, 4, dtype=torch.float64) for name in NAMES}
+    return {
+        "losses": [torch.tensor(float(i + 1), dtype=torch.float64) for i in range(4)],
+        "logits": [torch.randn(2, 5, 7, dtype=torch.float64) for _ in range(4)],
+        "norms": [3.0, 2.0],
+        "routing": [[torch.randint(0, 8, (10, 2)) for _ in range(4)]],
+        "grads": values,
+        "weights": {name: value + 1 for name, value in values.items()},
+    }
+
+
+def as_ranks(record: dict[str, Any], folding: Folding) -> list[dict[str, Any]]:
+    """What ranks would write if they agreed with `record`: 3 and 2 of 5 tokens under tp = 2."""
+    ranks = []
+    for rank in range(folding.world):
+        at = folding.coordinates(rank)
+        mine = slice(at["dp"], None, folding.dp)
+        slices = [
+            index.view(2, 5, 2).split([3, 2], 1)[at["tp"]].flatten(0, 1)
+            for index in record["routing"][0][mine]
+        ]
+        ranks.append(
+            {
+                "coordinates": at,
+                "routing": [slices],
+                "losses": record["losses"][mine],
+                "logits": record["logits"][mine],
+                "norms": record["norms"],
+                "grads": record["grads"] if rank == 0 else {},
+                "weights": record["weights"] if rank == 0 else {},
+                "families": dict(NAMES),
+            }
+        )
+    return copy.deepcopy(ranks)
+
+
+def compare(ranks: list[dict[str, Any]], record: dict[str, Any], folder: Path) -> Outcome:
+    torch.save(record, folder / f"{CASE.reference}.pt")
+    for rank, written in enumerate(ranks):
+        torch.save(written, folder / f"rank{rank}.pt")
+    return compare_case(CASE, folder, folder)
+
+
+def test_equal_records_pass_and_checks_come_in_order(tmp_path: Path) -> None:
+    record = reference()
+    outcome = compare(as_ranks(record, CASE.folding), record, tmp_path)
+    assert outcome.passed, outcome.explain()
+    assert [check.name for check in outcome.checks] == [
+        *("names", "routing", "logits"),
+        *("dense gradient", "shared gradient", "router gradient", "expert gradient"),
+        *("clip norm", "weights", "loss"),
+    ]
+    assert set(outcome.family_norms) == {"dense", "shared", "router", "expert"}
+
+
+EXPERT = "model.model.layers.0.mlp.experts.gate_up_proj"
+
+
+def rename(ranks: list[dict[str, Any]]) -> None:
+    ranks[0]["weights"]["model.extra"] = torch.ones(1)
+
+
+def misfile(ranks: list[dict[str, Any]]) -> None:
+    ranks[0]["families"][EXPERT] = "dense"
+
+
+def reroute(ranks: list[dict[str, Any]]) -> None:
+    ranks[3]["routing"][0][1][-1, -1] += 1
+
+
+def disturb_logits(ranks: list[dict[str, Any]]) -> None:
+    ranks[2]["logits"][1][0, 0, 0] += 1e-8
+
+
+def double_expert(ranks: list[dict[str, Any]]) -> None:
+    ranks[0]["grads"][EXPERT] *= 2
+
+
+def round_norm(ranks: list[dict[str, Any]]) -> None:
+    # fp32 would not tell these apart.
+    ranks[0]["norms"][1] *= 1 + 1e-9
+
+
+def lose_weight(ranks: list[dict[str, Any]]) -> None:
+    ranks[0]["weights"][EXPERT][0, 0] = math.nan
+
+
+def narrow_weight(ranks: list[dict[str, Any]]) -> None:
+    ranks[0]["weights"][EXPERT] = ranks[0]["weights"][EXPERT].float()
+
+
+def shift_loss(ranks: list[dict[str, Any]]) -> None:
+    ranks[2]["losses"][0] += 1e-6
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        (rename, "names"),
+        (misfile, "names"),
+        (reroute, "routing"),
+        (disturb_logits, "logits"),
+        (double_expert, "expert gradient"),
+        (round_norm, "clip norm"),
+        (lose_weight, "weights"),
+        (narrow_weight, "weights"),
+        (shift_loss, "loss"),
+    ],
+)
+def test_comparison_sees(damage: Any, name: str, tmp_path: Path) -> None:
+    record = reference()
+    ranks = as_ranks(record, CASE.folding)
+    damage(ranks)
+    outcome = compare(ranks, record, tmp_path)
+    assert [check.name for check in outcome.failed_checks] == [name]
+    assert name in outcome.explain()
+
+
+def test_ratio_tells_the_factor(tmp_path: Path) -> None:
+    record = reference()
+    ranks = as_ranks(record, CASE.folding)
+    double_expert(ranks)
+    (check,) = compare(ranks, record, tmp_path).failed_checks
+    assert (check.where, check.ratio) == (EXPERT, pytest.approx(2.0))
+
+
+def test_vanishing_reference_gradient_is_a_failure(tmp_path: Path) -> None:
+    record = reference()
+    record["grads"][EXPERT] *= 1e-9
+    outcome = compare(as_ranks(record, CASE.folding), record, tmp_path)
+    assert [check.name for check in outcome.failed_checks] == ["expert gradient"]
+
+
+def test_refusals_of_some_ranks_only_are_a_failure(tmp_path: Path) -> None:
+    record = reference()
+    ranks = as_ranks(record, CASE.folding)
+    ranks[1] = {"refusal": "tp=3"}
+    outcome = compare(ranks, record, tmp_path)
+    assert "tp=3" in str(outcome.failure)
+    outcome = compare([{"refusal": "tp=3"}] * 4, record, tmp_path)
+    assert (outcome.refusal, outcome.failure, outcome.passed) == ("tp=3", None, False)
+
+
+def test_family_is_read_from_the_name() -> None:
+    assert {name: family_of(name) for name in NAMES} == NAMES
+
+
+def test_relative_error_of_zero_references() -> None:
+    zero, one = torch.zeros(2), torch.ones(2)
+    assert relative_error(zero, zero) == 0
+    assert relative_error(one, zero) == math.inf
+    assert relative_error(torch.ones(3), one) == math.inf
+
+
+def test_tolerances_are_the_agreed_ones() -> None:
+    assert tolerance_of(CASE).tensors == 1e-10
+    assert tolerance_of(replace(CASE, model="mixtral")).tensors == 1e-6
+    assert tolerance_of(replace(CASE, model="mixtral")).loss == 5e-7
+    assert tolerance_of(replace(CASE, precision="32")).tensors == 1e-5
+
+
+# ------------------------------------------------------------ mutations
+
+
+def test_injection_is_undone() -> None:
+    before = tensor_parallel._use_rows
+    with mutations.injected("first-kv-head"):
+        assert tensor_parallel._use_rows is not before
+    assert tensor_parallel._use_rows is before
+
+
+def test_unknown_mutation_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'nothing' is no mutation\. Legal: expert-grad-times-ep"):
+        mutations.injected("nothing").__enter__()
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutation_finds_what_it_patches(name: str) -> None:
+    with mutations.injected(name):
+        pass
+    assert MUTATIONS[name].seen_by in CHECKS
+
+
+def outcome_with(*failed: str) -> Outcome:
+    return Outcome(CASE, tuple(Check(name, 1.0, 1e-10, "x", 4.0) for name in failed))
+
+
+def test_mutation_is_caught_by_its_own_check_only() -> None:
+    mutation = MUTATIONS["expert-grad-times-ep"]
+    caught = judge("m", mutation, outcome_with("logits", "expert gradient"))
+    assert caught.caught
+    assert "expert gradient: 1.0e+00 > 1e-10 at x, ratio 4.000000" in caught.evidence
+    assert not judge("m", mutation, outcome_with("logits")).caught
+    assert not judge("m", mutation, outcome_with()).caught
+
+
+def test_crash_counts_only_where_it_is_expected() -> None:
+    crash = Outcome(CASE, failure="rank 0 failed\nRuntimeError: Cannot use ReduceOp.PREMUL_SUM")
+    other = Outcome(CASE, failure="rank 0 failed\nAttributeError: no such name")
+    assert judge("m", MUTATIONS["sum-not-forced"], crash).caught
+    assert not judge("m", MUTATIONS["sum-not-forced"], other).caught
+    assert not judge("m", MUTATIONS["sum-not-forced"], outcome_with("dense gradient")).caught
+    assert not judge("m", MUTATIONS["no-division-by-dp"], crash).caught
+
+
+# ------------------------------------------------------------ failing ranks
+
+
+def write_error(folder: Path, rank: int, *, when: float, text: str) -> None:
+    error = {"time": when, "case": "a.case", "text": text}
+    (folder / f"rank{rank}.error").write_text(json.dumps(error))
+
+
+def test_first_cause_is_told_not_its_echo(tmp_path: Path) -> None:
+    write_error(tmp_path, 0, when=1.0, text="RuntimeError: Connection closed by peer")
+    write_error(tmp_path, 2, when=3.0, text="ValueError: second")
+    write_error(tmp_path, 1, when=2.0, text="ValueError: first")
+    run = _explain(tmp_path, [1, 1, 1, None])
+    assert run.failed_case == "a.case"
+    assert str(run.failure).splitlines() == ["rank 1 failed", "ValueError: first"]
+
+
+def test_rank_that_died_without_a_word_is_told_before_echoes(tmp_path: Path) -> None:
+    write_error(tmp_path, 0, when=1.0, text="RuntimeError: Connection closed by peer")
+    (tmp_path / "rank1.log").write_text("case a.case\nFatal Python error: Segmentation fault\n")
+    run = _explain(tmp_path, [1, -11])
+    assert run.failed_case == "a.case"
+    assert "rank 1 was killed by signal 11" in str(run.failure)
+    assert "Segmentation fault" in str(run.failure)
