@@ -137,7 +137,7 @@ def _stop_listening(listener: threading.Thread, done: threading.Event) -> None:
 def _hand_over(text: str) -> bool:
     """Leave a message for the launching process and wait for it to end this one."""
     pid, _, folder = os.environ.get(RELAY_VARIABLE, "").partition(":")
-    if True:
+    if not folder or pid != str(os.getppid()):
         return False
     partial = Path(folder) / f"{os.getpid()}.partial"
     try:

@@ -15,6 +15,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from lightning_fold.moe.layer import FoldedExperts
+
 ROUTER_NAMES = ("gate", "router")
 
 
@@ -64,9 +66,10 @@ def find_parts(lightning_module: nn.Module) -> ModelParts:
     """Find the parts of the model in `lightning_module`.
 
     Raises:
-        ValueError: No MoE block, several modules with MoE blocks, or a compiled model.
+        ValueError: No MoE block, several modules with MoE blocks, a compiled or a folded model.
     """
     _refuse_compiled(lightning_module)
+    _refuse_folded(lightning_module)
     blocks = dict(_find_blocks(lightning_module))
     if not blocks:
         raise ValueError(_explain_no_blocks(lightning_module))
@@ -198,6 +201,16 @@ def _refuse_compiled(root: nn.Module) -> None:
                 f"{name or type(root).__name__} is wrapped by torch.compile. The strategy replaces "
                 "forwards and shards parameters at set-up, which a compiled graph would not see. "
                 "Pass the module uncompiled."
+            )
+
+
+def _refuse_folded(root: nn.Module) -> None:
+    for name, module in root.named_modules():
+        if isinstance(module.__dict__.get("forward"), FoldedExperts):
+            raise ValueError(
+                f"{name} was folded by another FoldedMoEStrategy, and its parameters are that "
+                "one's shards. Use the Trainer that folded it, or build the module again and load "
+                "its weights with `ckpt_path`."
             )
 
 

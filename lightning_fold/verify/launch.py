@@ -11,7 +11,6 @@ import json
 import multiprocessing
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,8 @@ from multiprocessing import connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import ModuleType
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lightning_fold.verify import cases as cases_file
 from lightning_fold.verify.plan import Case, reference_requests
@@ -87,7 +88,10 @@ def run_world(
     context = multiprocessing.get_context("forkserver")
     # Ranks are forked from a process that has the long imports behind it.
     context.set_forkserver_preload([rank_main.__module__, *cases_file.PRELOAD])
-    ports = _free_ports(len(cases))
+    # One store a case, held here as torchrun's agent does: groups made again under the same store
+    # would meet their own stale keys, and a port that nobody holds may be taken when it is needed.
+    stores = [TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) for _ in cases]
+    ports = [store.port for store in stores]
     jobs = [
         RankJob(rank, world, ports, folder, list(cases), case_timeout, run) for rank in range(world)
     ]
@@ -183,11 +187,3 @@ def _running_case(folder: Path, rank: int) -> str | None:
 
 def _tail(text: str, lines: int = 25) -> str:
     return "\n".join(text.strip().splitlines()[-lines:])
-
-
-def _free_ports(number: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]

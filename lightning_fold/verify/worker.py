@@ -32,7 +32,7 @@ class RankJob:
     Attributes:
         rank: Its rank, also the local one.
         world: Number of ranks.
-        ports: Where rank 0 listens, one a case.
+        ports: Where the store of each case listens.
         folder: Takes one folder a case, `rank<r>.log` and `rank<r>.error`.
         cases: Run one after the other.
         case_timeout: Seconds after which a case counts as hung.
@@ -77,7 +77,6 @@ def run_folded(case: Case, folder: Path) -> None:
         run_case(case, folder)
     if dist.is_initialized():
         dist.barrier()
-        # Groups made again under the same store would meet their own stale keys.
         dist.destroy_process_group()
 
 
@@ -92,6 +91,7 @@ def _environment(job: RankJob) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         # Makes Lightning take the ranks from the environment, as under torchrun.
         "TORCHELASTIC_RUN_ID": "verify",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": "1",
     }
 

@@ -1,4 +1,4 @@
-"""Ranks start once a world and session; tests read what became of their case.
+"""Ranks start once a world and test run; tests read what became of their case.
 
 Only the cases of the selected tests run, so `-k` on a mapping id is quick. The terminal summary
 shows what was covered and how close it came.

@@ -39,7 +39,17 @@ LAYERS = (
     ("topology", "telemetry", "config"),
     ("params", "moe"),
     ("checkpoint", "pipeline", "disagg", "model"),
-    ("strategy", "ranks", "compat", "precision", "module", "hf_module", "data", "loaders"),
+    (
+        "strategy",
+        "ranks",
+        "compat",
+        "precision",
+        "module",
+        "hf_module",
+        "data",
+        "loaders",
+        "sampling",
+    ),
     ("cli", "cli_config", "cli_errors", "callbacks", "verify", "planner"),
 )
 LAYER_OF = {unit: depth for depth, units in enumerate(LAYERS) for unit in units}

@@ -100,8 +100,8 @@ def test_plan_covers_what_it_promises() -> None:
 def test_references_are_shared_between_mappings_of_equal_dp() -> None:
     other = replace(CASE, mapping="tp2cp1dp2pp1-etp2ep2edp1")
     requests = reference_requests([CASE, other])
-    assert [request["key"] for request in requests] == [CASE.reference]
-    assert requests[0]["dp"] == 2
+    wanted = {"model": "decoder", "dp": 2, "clip": True, "precision": "64"}
+    assert requests == [{"key": CASE.reference, **wanted}]
 
 
 # ------------------------------------------------------------ comparison
@@ -265,11 +265,12 @@ def test_family_is_read_from_the_name() -> None:
     assert {name: family_of(name) for name in NAMES} == NAMES
 
 
-def test_relative_error_of_zero_references() -> None:
+def test_relative_error_of_what_cannot_be_compared() -> None:
     zero, one = torch.zeros(2), torch.ones(2)
     assert relative_error(zero, zero) == 0
     assert relative_error(one, zero) == math.inf
     assert relative_error(torch.ones(3), one) == math.inf
+    assert relative_error(one, one.double()) == math.inf
 
 
 def test_tolerances_are_the_agreed_ones() -> None:

@@ -1,0 +1,102 @@
+"""What of Lightning is refused with sharded models, on one process."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from torch import nn
+from torchmetrics import MeanMetric, SumMetric
+
+from lightning_fold import compat
+
+
+def _trainer(**attributes: Any) -> Any:
+    return SimpleNamespace(**{"callbacks": [], "loggers": [], "world_size": 2, **attributes})
+
+
+@pytest.mark.parametrize("callback", [StochasticWeightAveraging(1e-2), EMAWeightAveraging()])
+def test_weight_averaging_is_refused(callback: Any) -> None:
+    with pytest.raises(ValueError, match=f"{type(callback).__name__} keeps whole copies"):
+        compat.check_trainer(_trainer(callbacks=[callback]))
+
+
+def test_a_logged_graph_is_refused_on_several_ranks_only() -> None:
+    logger = SimpleNamespace(_log_graph=True)
+    with pytest.raises(ValueError, match="runs the model on rank 0 alone"):
+        compat.check_trainer(_trainer(loggers=[logger]))
+    compat.check_trainer(_trainer(loggers=[logger], world_size=1))
+
+
+def test_a_program_without_a_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["-c"])
+    with pytest.raises(RuntimeError, match="torchrun --nproc-per-node 2 FILE"):
+        compat.check_relaunch(2, None)
+    compat.check_relaunch(1, None)
+    compat.check_relaunch(2, "train.py")
+
+
+def test_optimizers_on_plain_parameters_are_free() -> None:
+    params = [nn.Parameter(torch.zeros(2))]
+    compat.check_optimizer(torch.optim.LBFGS(params))
+    compat.check_optimizer(torch.optim.SGD(params, lr=0.1, fused=True))
+
+
+def test_stale_parameters_are_bound_to_those_of_the_same_name() -> None:
+    old, kept, new = (nn.Parameter(torch.full((2,), float(i))) for i in range(3))
+    optimizer = torch.optim.SGD([{"params": [old]}, {"params": [kept], "lr": 0.5}], lr=0.1)
+    compat.rebind_stale_parameters(
+        optimizer, current={"a": new, "b": kept}, names_before={id(old): "a", id(kept): "b"}
+    )
+    assert optimizer.param_groups[0]["params"][0] is new
+    assert optimizer.param_groups[1]["params"][0] is kept
+    assert optimizer.param_groups[1]["lr"] == 0.5
+
+
+def test_a_foreign_parameter_is_refused() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1)
+    with pytest.raises(ValueError, match=r"SGD holds a parameter of shape \(3,\)"):
+        compat.rebind_stale_parameters(optimizer, current={}, names_before={})
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted", "reason"),
+    [(0, 1, "save_weights_only=True"), (1, 2, "states of 1 optimizers, .* gives 2")],
+)
+def test_checkpoints_without_the_wanted_optimizers_are_refused(
+    saved: int, wanted: int, reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        compat.check_optimizer_states(Path("x.ckpt"), saved=saved, wanted=wanted)
+
+
+def test_checkpoints_may_hold_optimizers_that_nobody_wants() -> None:
+    compat.check_optimizer_states(Path("x.ckpt"), saved=2, wanted=0)
+    compat.check_optimizer_states(Path("x.ckpt"), saved=2, wanted=2)
+
+
+def test_metrics_sync_over_the_given_ranks_and_can_be_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+
+    def gather(value: torch.Tensor, group: Any) -> list[torch.Tensor]:
+        asked.append(group)
+        return [value]
+
+    monkeypatch.setattr(compat, "gather_all_tensors", gather)
+    module, peers = nn.Module(), object()
+    module.total = SumMetric(distributed_available_fn=lambda: True)
+    module.own = MeanMetric(process_group="mine")
+    compat.sync_metrics_over(module, peers)  # type: ignore[arg-type]
+    metric = copy.deepcopy(module.total)
+    metric.update(2.0)
+    assert float(metric.compute()) == 2.0
+    assert asked == [peers]
+    assert module.own.dist_sync_fn is None

@@ -1,0 +1,58 @@
+"""Row permutation and its gradients against plain indexing."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fold_kernels.permute import permute, sort_by_expert, unpermute
+
+# Shapes.  T tokens   K top-k   N = T*K routed rows   D model width
+
+
+def _routing(tokens: int, top_k: int, num_experts: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(tokens, num_experts, generator=generator)
+    return scores.topk(top_k, dim=1).indices
+
+
+@given(st.integers(0, 9), st.integers(1, 4), st.integers(0, 99))
+@settings(max_examples=40, deadline=None)
+def test_order_sorts_by_expert_and_inverse_undoes_it(tokens: int, top_k: int, seed: int) -> None:
+    index_TK = _routing(tokens, top_k, 4, seed)
+    order_N, inverse_N = sort_by_expert(index_TK)
+    sorted_N = index_TK.reshape(-1)[order_N]
+    assert torch.equal(sorted_N, sorted_N.sort().values)
+    assert torch.equal(order_N[inverse_N], torch.arange(tokens * top_k))
+
+
+def test_ties_keep_token_order() -> None:
+    order_N, _ = sort_by_expert(torch.tensor([[1], [0], [1], [0]]))
+    assert order_N.tolist() == [1, 3, 0, 2]
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_permute_copies_rows_and_unpermute_sums_them(tokens: int, top_k: int) -> None:
+    x_TD = torch.randn(tokens, 2, dtype=torch.float64)
+    order_N, inverse_N = sort_by_expert(_routing(tokens, top_k, 4))
+    rows_ND = permute(x_TD, order_N, inverse_N, top_k)
+    torch.testing.assert_close(rows_ND, x_TD.repeat_interleave(top_k, 0)[order_N])
+    torch.testing.assert_close(unpermute(rows_ND, order_N, inverse_N, top_k), x_TD * top_k)
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_gradients_match_numerical_ones(tokens: int) -> None:
+    order_N, inverse_N = sort_by_expert(_routing(tokens, 2, 3))
+    x_TD = torch.randn(tokens, 2, dtype=torch.float64, requires_grad=True)
+    rows_ND = torch.randn(tokens * 2, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: permute(x, order_N, inverse_N, 2), x_TD)
+    assert torch.autograd.gradcheck(lambda r: unpermute(r, order_N, inverse_N, 2), rows_ND)
+
+
+def test_the_gradient_of_a_permutation_without_rows_exists() -> None:
+    order_N, inverse_N = sort_by_expert(torch.empty(0, 2, dtype=torch.int64))
+    x_TD = torch.empty(0, 3, requires_grad=True)
+    permute(x_TD, order_N, inverse_N, 2).sum().backward()
+    assert x_TD.grad is not None
+    assert x_TD.grad.shape == (0, 3)
