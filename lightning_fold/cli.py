@@ -34,13 +34,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_fold import __version__
 from lightning_fold.cli_config import check_arguments, explain_parse_error
 from lightning_fold.cli_errors import PROGRAM, UsageError, end_with, relayed
-from lightning_fold.model.inspect import find_parts
-from lightning_fold.model.structure import check_decoder
+from lightning_fold.model.fold import check_model
 from lightning_fold.strategy import FoldedMoEStrategy
 from lightning_fold.topology.doctor import (
     DEGREE_FIELDS,
     check_degree,
-    check_experts,
     nearest,
     resolve_folding,
 )
@@ -127,18 +125,7 @@ class FoldedCLI(LightningCLI):
             "configure_model", self.model
         ):
             return
-        parts, folding = find_parts(self.model), strategy.folding
-        for experts in parts.experts:
-            if experts.refusal is None:
-                check_experts(
-                    experts.name,
-                    num_experts=experts.num_experts,
-                    num_experts_per_token=1,
-                    width=experts.width,
-                    folding=folding,
-                )
-        if folding.tp > 1:
-            check_decoder(parts, folding)
+        check_model(self.model, strategy.folding)
 
     def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
         """Build the configured optimizer when the strategy asks for it, not before.

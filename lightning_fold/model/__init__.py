@@ -1,1 +1,1 @@
-"""Models: find the parts of the user's model, fold its experts, shard its attention; the built-in decoder."""
+"""Models: find the parts of a user's model and fold it; the built-in decoder."""

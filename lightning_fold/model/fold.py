@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_fold.model.inspect import ExpertsSpec, ModelParts, find_parts
-from lightning_fold.model.structure import check_decoder
+from lightning_fold.model.structure import DecoderParts, check_decoder
 from lightning_fold.model.swap import swap_experts
 from lightning_fold.model.tensor_parallel import TensorParallel
 from lightning_fold.params import Family, assign_families, shard_over_data
@@ -75,11 +75,8 @@ def fold_model(module: nn.Module, *, comm: Comm, dispatcher: str) -> FoldedModel
     Raises:
         ValueError: The model does not fit the mapping.
     """
-    parts, folding = find_parts(module), comm.meshes.folding
-    outside = _outside(module, parts, folding)
-    for spec in parts.experts:
-        _check_experts(spec, folding)
-    decoder = check_decoder(parts, folding) if folding.tp > 1 else None
+    parts, decoder = check_model(module, comm.meshes.folding)
+    outside = _beside_core(module, parts)
     num_total = sum(p.numel() for p in module.parameters())
     halved = swap_experts(parts.experts, comm=comm, dispatcher=dispatcher)
     if decoder is not None:
@@ -106,6 +103,22 @@ def fold_model(module: nn.Module, *, comm: Comm, dispatcher: str) -> FoldedModel
     )
 
 
+def check_model(module: nn.Module, folding: Folding) -> tuple[ModelParts, DecoderParts | None]:
+    """Find the parts of the model and make sure that they fit the mapping. Changes nothing.
+
+    Returns:
+        The parts, and the decoder that tp shards; None where tp is 1.
+
+    Raises:
+        ValueError: The model does not fit the mapping.
+    """
+    parts = find_parts(module)
+    _check_outside(module, parts, folding)
+    for spec in parts.experts:
+        _check_experts(spec, folding)
+    return parts, check_decoder(parts, folding) if folding.tp > 1 else None
+
+
 def _check_experts(spec: ExpertsSpec, folding: Folding) -> None:
     if spec.refusal is not None:
         if folding.ep * folding.etp > 1:
@@ -117,33 +130,35 @@ def _check_experts(spec: ExpertsSpec, folding: Folding) -> None:
     doctor.check_experts(
         spec.name,
         num_experts=spec.num_experts,
-        num_experts_per_token=1,
         width=spec.width,
         folding=folding,
     )
 
 
-def _outside(module: nn.Module, parts: ModelParts, folding: Folding) -> list[nn.Module]:
-    """Children beside the core that have parameters; each becomes its own FSDP2 root."""
+def _check_outside(module: nn.Module, parts: ModelParts, folding: Folding) -> None:
     direct = [name for name, p in module._parameters.items() if p is not None]
     if direct and folding.world > 1:
         raise ValueError(
             f"parameters directly on {type(module).__name__} ({', '.join(direct)}) would not be "
             f"averaged over ranks. Move them into a submodule, for example self.{parts.core_name}."
         )
-    others = [
-        (name, child)
-        for name, child in module.named_children()
-        if child is not parts.core and any(True for _ in child.parameters())
-    ]
-    if others and folding.tp > 1:
+    if folding.tp > 1 and _beside_core(module, parts):
+        name = next(n for n, c in module.named_children() if c is _beside_core(module, parts)[0])
         raise ValueError(
-            f"self.{others[0][0]} has parameters outside self.{parts.core_name}; under "
+            f"self.{name} has parameters outside self.{parts.core_name}; under "
             f"tensor_parallel_size={folding.tp} every tp rank computes it on the same tokens, and "
             f"its gradient would be counted {folding.tp} times. Move it into "
             f"self.{parts.core_name} or set tensor_parallel_size=1."
         )
-    return [child for _, child in others]
+
+
+def _beside_core(module: nn.Module, parts: ModelParts) -> list[nn.Module]:
+    """Children beside the core that have parameters; each becomes its own FSDP2 root."""
+    return [
+        child
+        for child in module.children()
+        if child is not parts.core and any(True for _ in child.parameters())
+    ]
 
 
 def _num_local(param: nn.Parameter) -> int:

@@ -1,1 +1,1 @@
-"""Ranks: pure integer factorisations, their doctor, the device meshes and the collectives over them."""
+"""Ranks: integer factorisations, their doctor, device meshes and collectives."""

@@ -62,29 +62,19 @@ def check_degree(axis: str, degree: object, *, field: str | None = None) -> None
         )
 
 
-def check_experts(
-    name: str, *, num_experts: int, num_experts_per_token: int, width: int, folding: Folding
-) -> None:
+def check_experts(name: str, *, num_experts: int, width: int, folding: Folding) -> None:
     """Refuse a MoE layer whose experts the folding cannot split.
 
     Args:
         name: Module path of the experts, which opens the message.
         num_experts: Routed experts of the layer.
-        num_experts_per_token: Experts that the router picks for one token.
         width: Expert width, which etp splits.
         folding: The resolved mapping.
 
     Raises:
-        ValueError: ep does not divide the experts, etp does not divide the width, or the router
-            picks more experts than there are.
+        ValueError: ep does not divide the experts, or etp does not divide the width.
     """
     ep, etp, stage = folding.ep, folding.etp, folding.stage_size
-    if not 1 <= num_experts_per_token <= num_experts:
-        raise ValueError(
-            f"{name}: {num_experts_per_token} experts per token cannot be picked from "
-            f"{num_experts} experts; legal: 1 to {num_experts}.  Change the model's "
-            "`num_experts_per_tok`."
-        )
     if num_experts % ep:
         legal = _listed(divisors(math.gcd(num_experts, stage // etp)), " ")
         raise ValueError(

@@ -117,7 +117,7 @@ def test_values_called_legal_are_legal(world, tp, cp, etp, ep):
 
 
 EIGHT = Folding.from_world(8, ep=8)
-EXPERTS = {"num_experts": 64, "num_experts_per_token": 4, "width": 96}
+EXPERTS = {"num_experts": 64, "width": 96}
 
 
 def test_experts_that_ep_does_not_divide():
@@ -141,15 +141,8 @@ def test_width_that_etp_does_not_divide():
     )
 
 
-@pytest.mark.parametrize("picked", [0, 65])
-def test_router_that_picks_more_experts_than_there_are(picked):
-    with pytest.raises(ValueError, match=rf"m: {picked} experts per token.*64 experts; legal: 1"):
-        check_experts("m", **{**EXPERTS, "num_experts_per_token": picked}, folding=EIGHT)
-
-
-@pytest.mark.parametrize("picked", [1, 64])
-def test_experts_that_fit_pass(picked):
-    check_experts("m", **{**EXPERTS, "num_experts_per_token": picked}, folding=EIGHT)
+def test_experts_that_fit_pass():
+    check_experts("m", **EXPERTS, folding=EIGHT)
     check_experts("m", **EXPERTS, folding=Folding.from_world(8, etp=8))
 
 
