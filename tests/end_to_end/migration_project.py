@@ -1,4 +1,4 @@
-"""An ordinary Lightning project: a LightningModule around a Hugging Face Mixtral, padded text, AdamW.
+"""An ordinary Lightning project: a module around a Hugging Face Mixtral, padded text, AdamW.
 
 Nothing here knows of folding but `strategy_of`, the one line that a user changes.
 """

@@ -1,4 +1,4 @@
-"""A DDP project whose only change is the strategy argument: the same validation loss after 20 AdamW steps."""
+"""A DDP project whose only change is the strategy: equal validation loss after 20 AdamW steps."""
 
 import json
 import math

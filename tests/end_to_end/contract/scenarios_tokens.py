@@ -128,11 +128,14 @@ def reference(name: str, ranks: int) -> dict[str, Any]:
         tensor.requires_grad_()
     outs = [module(h, i, w) for h, i, w in zip(case.hidden, case.index, case.weights, strict=True)]
     torch.stack([(o * u).sum() for o, u in zip(outs, case.upstream, strict=True)]).sum().backward()
-    grads = {
-        n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in module.named_parameters()
-    }
+    grads = {n: _gradient(p) for n, p in module.named_parameters()}
     ranks_out = [
-        {"out": o.detach(), "hidden": h.grad, "weights": w.grad}
+        {"out": o.detach(), "hidden": _gradient(h), "weights": _gradient(w)}
         for o, h, w in zip(outs, case.hidden, case.weights, strict=True)
     ]
     return {"ranks": ranks_out, **grads}
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    """Zeros where no token reached a leaf: the loop never touches it."""
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
