@@ -58,7 +58,7 @@ class FoldedExperts:
         Collective over ep and etp: every rank calls it once a layer and forward, also with T = 0.
         """
         routing = Routing(index_TK, weights_TK, self.num_experts)
-        if self.telemetry.wants(RoutingCounts):
+        if self.telemetry.wants(RoutingCounts) and not _in_backward():
             counts_E, training = routing.counts_E(), self.container.training
             self.telemetry.emit(RoutingCounts(self.name, counts_E, training))
         rows, state = self.dispatcher.dispatch(hidden_TD.to(compute_dtype(hidden_TD)), routing)
@@ -69,6 +69,12 @@ class FoldedExperts:
             activation=self.activation,
         )
         return self.dispatcher.combine(out_RD, state).to(hidden_TD.dtype)
+
+
+def _in_backward() -> bool:
+    """Whether autograd runs: activation checkpointing then repeats a forward already counted."""
+    task: int = torch._C._current_graph_task_id()
+    return task != -1
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
