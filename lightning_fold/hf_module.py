@@ -7,7 +7,7 @@ models themselves, and pretrained weights.
 from typing import Any
 
 from lightning_fold.model.hf import build_causal_lm
-from lightning_fold.module import FoldedLitModule, _check_schedule
+from lightning_fold.module import FoldedLitModule, check_schedule
 
 
 class HFLitModule(FoldedLitModule):
@@ -35,7 +35,7 @@ class HFLitModule(FoldedLitModule):
     ) -> None:
         # Past FoldedLitModule's constructor, which builds the decoder of this package.
         super(FoldedLitModule, self).__init__()
-        _check_schedule(learning_rate, warmup_steps=warmup_steps, min_lr_ratio=min_lr_ratio)
+        check_schedule(learning_rate, warmup_steps=warmup_steps, min_lr_ratio=min_lr_ratio)
         self.save_hyperparameters(
             {
                 "model_type": model_type,

@@ -43,7 +43,7 @@ class FoldedLitModule(pl.LightningModule):
         super().__init__()
         if isinstance(config, Mapping):
             config = DecoderConfig(**config)
-        _check_schedule(learning_rate, warmup_steps=warmup_steps, min_lr_ratio=min_lr_ratio)
+        check_schedule(learning_rate, warmup_steps=warmup_steps, min_lr_ratio=min_lr_ratio)
         # Primitives only: torch.load(weights_only=True) and YAML refuse other objects.
         fields = dataclasses.asdict(config) | {"mlp_only_layers": list(config.mlp_only_layers)}
         self.save_hyperparameters(
@@ -131,7 +131,12 @@ def _group(parameters: Iterable[nn.Parameter], weight_decay: float) -> dict[str,
     return {"params": list(parameters), "weight_decay": weight_decay}
 
 
-def _check_schedule(learning_rate: float, *, warmup_steps: int, min_lr_ratio: float) -> None:
+def check_schedule(learning_rate: float, *, warmup_steps: int, min_lr_ratio: float) -> None:
+    """Refuse a schedule that makes no sense.
+
+    Raises:
+        ValueError: Names the argument.
+    """
     if not learning_rate > 0.0:
         raise ValueError(f"learning_rate={learning_rate} must be above 0. Change `learning_rate`.")
     if warmup_steps < 0:

@@ -20,6 +20,7 @@ token reaches a router.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,15 +34,16 @@ from lightning_fold.model.token_rng import has_randomness, per_rank_rng
 from lightning_fold.moe.layer import local_tensor
 from lightning_fold.topology.comm import (
     Comm,
-    GatherReplicated,
-    GatherRows,
-    ReduceScatterRows,
-    SplitRows,
-    SumGradientOver,
-    SumOver,
+    gather_replicated,
+    gather_rows,
+    reduce_scatter_rows,
+    split_rows,
+    sum_gradient_over,
+    sum_over,
 )
 
 COLUMN, ROW = Shard(0), Shard(1)
+RowFunction = Callable[[Tensor, Comm, list[int], str], Tensor]
 
 
 @dataclass
@@ -93,14 +95,14 @@ class TensorParallel:
     def _enter_layers(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         hidden = args[0] if args else kwargs["hidden_states"]
         self.split.length = hidden.shape[1]
-        hidden = self._along(1, SplitRows, hidden, self.split.sizes)
+        hidden = self._along(1, split_rows, hidden, self.split.sizes)
         return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
 
     def _leave_layers(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
-        return self._along(1, GatherReplicated, out, self.split.sizes)
+        return self._along(1, gather_replicated, out, self.split.sizes)
 
-    def _along(self, dim: int, function: Any, x: Tensor, sizes: list[int]) -> Tensor:
-        moved: Tensor = function.apply(x.movedim(dim, 0).contiguous(), self.comm, sizes, "tp")
+    def _along(self, dim: int, function: RowFunction, x: Tensor, sizes: list[int]) -> Tensor:
+        moved = function(x.movedim(dim, 0).contiguous(), self.comm, sizes, "tp")
         # Contiguous again: model code may `view` what it gets. Nothing is copied for a batch of
         # one.
         return moved.movedim(0, dim).contiguous()
@@ -130,7 +132,7 @@ class TensorParallel:
         cos, _ = kwargs["position_embeddings"]
         self.split.length = cos.shape[-2]
         hidden = args[0] if args else kwargs["hidden_states"]
-        hidden = self._along(1, GatherRows, hidden, self.split.sizes)
+        hidden = self._along(1, gather_rows, hidden, self.split.sizes)
         return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
 
     def _dense_mlp(self, mlp: Any) -> None:
@@ -138,7 +140,7 @@ class TensorParallel:
         self._column(mlp.up_proj)
         self._row(mlp.down_proj)
         mlp.register_forward_pre_hook(
-            lambda module, args: (self._along(1, GatherRows, args[0], self.split.sizes), *args[1:])
+            lambda module, args: (self._along(1, gather_rows, args[0], self.split.sizes), *args[1:])
         )
 
     def _column(self, linear: Any) -> None:
@@ -155,7 +157,7 @@ class TensorParallel:
         def forward(x: Tensor) -> Tensor:
             partial = F.linear(x, local_tensor(linear.weight))
             sizes = SequenceSplit(x.shape[1], self.split.parts).sizes
-            out = self._along(1, ReduceScatterRows, partial, sizes)
+            out = self._along(1, reduce_scatter_rows, partial, sizes)
             return out if linear.bias is None else out + linear.bias.to(out.dtype)
 
         linear.forward = forward
@@ -173,8 +175,7 @@ class TensorParallel:
             owned = (ids >= start) & (ids < start + mine)
             weight = local_tensor(embedding.weight)
             rows = _embed((ids - start).where(owned, 0), weight, padding)
-            out: Tensor = SumOver.apply(rows * owned.unsqueeze(-1).to(rows.dtype), self.comm, "tp")
-            return out
+            return sum_over(rows * owned.unsqueeze(-1).to(rows.dtype), self.comm, "tp")
 
         embedding.forward = forward
 
@@ -183,9 +184,9 @@ class TensorParallel:
         sizes = vocabulary_sizes(head.out_features, self.comm.size("tp"))
 
         def forward(hidden: Tensor) -> Tensor:
-            hidden = SumGradientOver.apply(hidden, self.comm, "tp")
+            hidden = sum_gradient_over(hidden, self.comm, "tp")
             logits = F.linear(hidden, local_tensor(head.weight), local_or_none(head.bias))
-            return self._along(-1, GatherReplicated, logits, sizes)
+            return self._along(-1, gather_replicated, logits, sizes)
 
         head.forward = forward
 

@@ -8,7 +8,7 @@ has; even ones use the tensor collectives.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -111,113 +111,89 @@ class Comm:
             self.telemetry.emit(CollectiveBytes(axis, operation, x.numel() * x.element_size()))
 
 
-class ExchangeRows(Function):
+def exchange_rows(
+    x: Tensor, comm: Comm, *, send: Sequence[int], recv: Sequence[int], axis: str
+) -> Tensor:
     """`Comm.all_to_all_rows` whose gradient is the exchange back."""
+    return _paired(
+        x,
+        lambda rows: comm.all_to_all_rows(rows, send, recv, axis=axis),
+        lambda grad: comm.all_to_all_rows(grad, recv, send, axis=axis),
+    )
+
+
+def gather_rows(x: Tensor, comm: Comm, sizes: Sequence[int], axis: str) -> Tensor:
+    """All-gather whose consumers differ between peers: the gradient is a reduce-scatter."""
+    return _paired(
+        x,
+        lambda rows: comm.all_gather_rows(rows, sizes, axis=axis),
+        lambda grad: comm.reduce_scatter_rows(grad, sizes, axis=axis),
+    )
+
+
+def reduce_scatter_rows(x: Tensor, comm: Comm, sizes: Sequence[int], axis: str) -> Tensor:
+    """Sum of the peers' partial rows, scattered: the transpose of `gather_rows`."""
+    return _paired(
+        x,
+        lambda rows: comm.reduce_scatter_rows(rows, sizes, axis=axis),
+        lambda grad: comm.all_gather_rows(grad, sizes, axis=axis),
+    )
+
+
+def split_rows(x: Tensor, comm: Comm, sizes: Sequence[int], axis: str) -> Tensor:
+    """This rank's rows of a tensor that is equal on all peers: the gradient is gathered."""
+    return _paired(
+        x,
+        lambda rows: _own(rows, comm, sizes, axis),
+        lambda grad: comm.all_gather_rows(grad, sizes, axis=axis),
+    )
+
+
+def gather_replicated(x: Tensor, comm: Comm, sizes: Sequence[int], axis: str) -> Tensor:
+    """All-gather whose consumer is the same on all peers: the gradient is a slice, no sum."""
+    return _paired(
+        x,
+        lambda rows: comm.all_gather_rows(rows, sizes, axis=axis),
+        lambda grad: _own(grad, comm, sizes, axis),
+    )
+
+
+def sum_over(x: Tensor, comm: Comm, axis: str) -> Tensor:
+    """Sum of partial results for a consumer that is equal on all peers: gradients pass."""
+    return _paired(x, lambda part: comm.all_reduce(part, axis=axis), lambda grad: grad)
+
+
+def sum_gradient_over(x: Tensor, comm: Comm, axis: str) -> Tensor:
+    """Identity before consumers with different shards of a weight: gradients are summed."""
+    return _paired(
+        x, lambda part: part.view_as(part), lambda grad: comm.all_reduce(grad, axis=axis)
+    )
+
+
+def _own(x: Tensor, comm: Comm, sizes: Sequence[int], axis: str) -> Tensor:
+    return x.split(list(sizes))[comm.rank(axis)].contiguous()
+
+
+def _paired(
+    x: Tensor, run: Callable[[Tensor], Tensor], transpose: Callable[[Tensor], Tensor]
+) -> Tensor:
+    out: Tensor = _Paired.apply(x, run, transpose)
+    return out
+
+
+class _Paired(Function):
+    """A collective and the one that its gradient goes through."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, comm: Comm, send: list[int], recv: list[int], axis: str
+        ctx: Any,
+        x: Tensor,
+        run: Callable[[Tensor], Tensor],
+        transpose: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Exchange."""
-        ctx.args = comm, send, recv, axis
-        return comm.all_to_all_rows(x, send, recv, axis=axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """Exchange back."""
-        comm, send, recv, axis = ctx.args
-        return comm.all_to_all_rows(grad, recv, send, axis=axis), None, None, None, None
-
-
-class GatherRows(Function):
-    """All-gather whose consumers differ between peers: the gradient is a reduce-scatter."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, sizes: list[int], axis: str) -> Tensor:
-        """Gather."""
-        ctx.args = comm, sizes, axis
-        return comm.all_gather_rows(x, sizes, axis=axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        """Sum the peers' gradients of this rank's rows."""
-        comm, sizes, axis = ctx.args
-        return comm.reduce_scatter_rows(grad, sizes, axis=axis), None, None, None
-
-
-class ReduceScatterRows(Function):
-    """Sum of the peers' partial rows, scattered: the transpose of `GatherRows`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, sizes: list[int], axis: str) -> Tensor:
-        """Reduce and scatter."""
-        ctx.args = comm, sizes, axis
-        return comm.reduce_scatter_rows(x, sizes, axis=axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        """Gather."""
-        comm, sizes, axis = ctx.args
-        return comm.all_gather_rows(grad, sizes, axis=axis), None, None, None
-
-
-class SplitRows(Function):
-    """This rank's rows of a tensor that is equal on all peers: the gradient is gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, sizes: list[int], axis: str) -> Tensor:
-        """Slice."""
-        ctx.args = comm, sizes, axis
-        return x.split(sizes)[comm.rank(axis)].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        """Gather."""
-        comm, sizes, axis = ctx.args
-        return comm.all_gather_rows(grad, sizes, axis=axis), None, None, None
-
-
-class GatherReplicated(Function):
-    """All-gather whose consumer is the same on all peers: the gradient is a slice, no sum."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, sizes: list[int], axis: str) -> Tensor:
-        """Gather."""
-        ctx.args = comm, sizes, axis
-        return comm.all_gather_rows(x, sizes, axis=axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        """Slice."""
-        comm, sizes, axis = ctx.args
-        return grad.split(sizes)[comm.rank(axis)].contiguous(), None, None, None
-
-
-class SumOver(Function):
-    """Sum of partial results for a consumer that is equal on all peers: gradients pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, axis: str) -> Tensor:
-        """Sum."""
-        return comm.all_reduce(x, axis=axis)
+        ctx.transpose = transpose
+        return run(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Pass."""
-        return grad, None, None
-
-
-class SumGradientOver(Function):
-    """Identity before consumers with different shards of a weight: gradients are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, axis: str) -> Tensor:
-        """Pass."""
-        ctx.args = comm, axis
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Sum."""
-        comm, axis = ctx.args
-        return comm.all_reduce(grad, axis=axis), None, None
+        return ctx.transpose(grad), None, None

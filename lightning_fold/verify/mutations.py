@@ -25,7 +25,7 @@ from lightning_fold.model import swap, tensor_parallel
 from lightning_fold.moe import layer
 from lightning_fold.moe.dispatch import all_to_all
 from lightning_fold.params import Family, clip, families, shard
-from lightning_fold.topology.comm import SplitRows
+from lightning_fold.topology.comm import split_rows
 from lightning_fold.verify.plan import Case
 
 Patch = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -101,7 +101,7 @@ def _not_summed_over_tp(family: Family) -> contextlib.AbstractContextManager[Any
 
 def _etp_sum_left_out() -> contextlib.AbstractContextManager[Any]:
     """A rank takes its own partial rows instead of the sum over etp."""
-    return mock.patch.object(all_to_all, "ReduceScatterRows", SplitRows)
+    return mock.patch.object(all_to_all, "reduce_scatter_rows", split_rows)
 
 
 def _norm_of_local_shards() -> contextlib.AbstractContextManager[Any]:

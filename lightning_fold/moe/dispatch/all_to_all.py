@@ -27,7 +27,7 @@ from torch import Tensor
 from fold_kernels.permute import permute, sort_by_expert, unpermute
 from lightning_fold.moe.experts import ExpertRows
 from lightning_fold.moe.routing import Routing
-from lightning_fold.topology.comm import Comm, ExchangeRows, GatherRows, ReduceScatterRows
+from lightning_fold.topology.comm import Comm, exchange_rows, gather_rows, reduce_scatter_rows
 
 
 @dataclass(frozen=True)
@@ -96,14 +96,13 @@ class AllToAllDispatcher:
         """See `Dispatcher`. Collective over etp and ep."""
         splits = state.splits
         rows_RD = unpermute(rows_RD, state.chunk_order_R, state.chunk_inverse_R, 1)
-        rows_MD = ReduceScatterRows.apply(rows_RD, self.comm, splits.gathered, "etp")
-        rows_ND = ExchangeRows.apply(rows_MD, self.comm, splits.recv, splits.send, "ep")
+        rows_MD = reduce_scatter_rows(rows_RD, self.comm, splits.gathered, "etp")
+        rows_ND = exchange_rows(rows_MD, self.comm, send=splits.recv, recv=splits.send, axis="ep")
         return unpermute(rows_ND, state.order_N, state.inverse_N, state.top_k)
 
     def _send(self, rows: Tensor, splits: Splits) -> Tensor:
-        rows = ExchangeRows.apply(rows, self.comm, splits.send, splits.recv, "ep")
-        out: Tensor = GatherRows.apply(rows, self.comm, splits.gathered, "etp")
-        return out
+        rows = exchange_rows(rows, self.comm, send=splits.send, recv=splits.recv, axis="ep")
+        return gather_rows(rows, self.comm, splits.gathered, "etp")
 
     def _exchange_counts(self, routing: Routing) -> tuple[Tensor, Tensor, Splits]:
         ep, etp = self.comm.size("ep"), self.comm.size("etp")
