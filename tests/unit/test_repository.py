@@ -91,3 +91,11 @@ def test_recipe_is_accepted_by_the_command_line(
     written = yaml.safe_load(recipe.read_text())
     assert printed["trainer"]["max_steps"] == written["trainer"]["max_steps"]
     assert printed["model"]["class_path"] == written["model"]["class_path"]
+
+
+def test_every_test_file_is_collected(pytestconfig: pytest.Config) -> None:
+    # pytest's default skips folders named dist.
+    skipped = set(pytestconfig.getini("norecursedirs"))
+    folders = {path.parent.name for path in (ROOT / "tests").rglob("test_*.py")}
+    assert "dist" in folders
+    assert not folders & skipped
