@@ -99,6 +99,9 @@ class FoldedCLI(LightningCLI):
             # The parser lists the errors of every type of a union, as text of many lines.
             causes = [cause for cause in self._failures if _first_line(cause) in str(error)]
             raise (causes or [error])[-1] from None
+        for logger in self.trainer.loggers:
+            # Asked before any of them creates a folder, loggers that share one take one version.
+            _ = logger.version
 
     def _add_instantiators(self) -> None:
         constructors: dict[type, Callable[..., Any]] = {
@@ -113,6 +116,7 @@ class FoldedCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         self._check_model()
+        _check_checkpoint(self._get(self.config_init, "ckpt_path"))
         launcher = self.trainer.strategy.launcher
         listens = isinstance(launcher, _SubprocessScriptLauncher)
         with relayed(launcher) if listens else nullcontext():
@@ -154,6 +158,14 @@ class FoldedCLI(LightningCLI):
             link == "AUTOMATIC" and self._get(self.config_init, key)
             for key, (_, link) in optimizers.items()
         )
+
+
+def _check_checkpoint(path: str | None) -> None:
+    """Refuse a checkpoint that is not there before ranks start; Lightning's own words pass."""
+    if path is None or path in ("best", "last", "hpc", "registry") or "://" in str(path):
+        return
+    if not Path(path).exists():
+        raise UsageError(f"checkpoint {str(path)!r} does not exist. Change `ckpt_path`.")
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ world or a model is `topology.doctor`'s to say; this module knows neither.
 
 from __future__ import annotations
 
+import functools
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -153,10 +154,7 @@ class FoldedConfig:
         Raises:
             ValueError: a key is not a field; names the nearest field.
         """
-        known = [field.name for field in fields(cls)]
-        for key in arguments:
-            if key not in known:
-                raise ValueError(_explain_unknown_key(key, known))
+        check_names(arguments)
         return cls(**arguments)
 
     def check(self) -> None:
@@ -186,6 +184,29 @@ class FoldedConfig:
                 f"{etp * ep} ranks hold the experts. Legal dispatcher: 'auto', 'all_to_all'."
                 "  Change `dispatcher`."
             )
+
+
+def check_names(arguments: Iterable[str]) -> None:
+    """Refuse a name that is no argument of the strategy.
+
+    Raises:
+        ValueError: names the nearest argument.
+    """
+    known = [field.name for field in fields(FoldedConfig)]
+    for key in arguments:
+        if key not in known:
+            raise ValueError(_explain_unknown_key(key, known))
+
+
+def checked_names(init: Callable[..., None]) -> Callable[..., None]:
+    """Make a constructor refuse misspelt arguments by name, before Python's own words for it."""
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **arguments: Any) -> None:
+        check_names(arguments)
+        init(self, *args, **arguments)
+
+    return checked
 
 
 def _matches(value: object, hint: Any) -> bool:

@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 import __main__
 from lightning_fold import compat, precision
 from lightning_fold.checkpoint import (
+    MAPPING,
     Canonical,
     is_sharded,
     live_optimizer_state,
@@ -42,7 +43,7 @@ from lightning_fold.checkpoint import (
     remove,
     save_sharded,
 )
-from lightning_fold.config import FoldedConfig
+from lightning_fold.config import FoldedConfig, checked_names
 from lightning_fold.model.fold import FoldedModel, fold_model
 from lightning_fold.params import Family, reshard
 from lightning_fold.ranks import MeshStrategy
@@ -63,8 +64,10 @@ class FoldedMoEStrategy(MeshStrategy):
 
     strategy_name = "folded_moe"
 
+    @checked_names
     def __init__(
         self,
+        *,
         tensor_parallel_size: int = 1,
         context_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
@@ -334,6 +337,7 @@ class FoldedMoEStrategy(MeshStrategy):
             "state_dict": checkpoint.pop("state_dict"),
             "optimizers": {str(i): s for i, s in enumerate(optimizers)},
         }
+        checkpoint[MAPPING] = self.folding.mapping_id
         replaced = save_sharded(
             path, state=state, meta=checkpoint, is_writer=self.is_global_zero, barrier=self.barrier
         )
@@ -349,7 +353,12 @@ class FoldedMoEStrategy(MeshStrategy):
         fitting = self._module.trainer.state.fn == TrainerFn.FITTING
         optimizers = list(self.optimizers) if fitting else []
         if is_sharded(path):
-            return load_sharded(path, module=self._module, optimizers=optimizers)
+            return load_sharded(
+                path,
+                module=self._module,
+                optimizers=optimizers,
+                mapping=self.folding.mapping_id,
+            )
         if not path.is_file():
             raise ValueError(
                 f"{path} is neither a consolidated checkpoint nor a complete sharded one"

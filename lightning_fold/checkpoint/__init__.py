@@ -2,6 +2,7 @@
 
 from lightning_fold.checkpoint.canonical import Canonical
 from lightning_fold.checkpoint.sharded import (
+    MAPPING,
     is_sharded,
     live_optimizer_state,
     load_sharded,
@@ -10,6 +11,7 @@ from lightning_fold.checkpoint.sharded import (
 )
 
 __all__ = [
+    "MAPPING",
     "Canonical",
     "is_sharded",
     "live_optimizer_state",

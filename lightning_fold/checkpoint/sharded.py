@@ -7,6 +7,7 @@ nothing that looks whole. `meta.pt` holds primitives and tensors only, and is re
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,6 +26,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 META = "meta.pt"
+# Key of the mapping id in the meta of a folder.
+MAPPING = "lightning_fold.mapping"
 _PRIMITIVES: tuple[type[Any], ...] = (bool, int, float, str, bytes)
 
 
@@ -67,14 +70,17 @@ def save_sharded(
     return replaced
 
 
-def load_sharded(path: Path, *, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
+def load_sharded(
+    path: Path, *, module: nn.Module, optimizers: list[Optimizer], mapping: str
+) -> dict[str, Any]:
     """Fill `module` and `optimizers` from the folder `path`; return its meta.
 
     Collective over all ranks.
 
     Raises:
-        ValueError: The folder was written by another model.
+        ValueError: The folder was written by another model or under another mapping, or is damaged.
     """
+    meta = _read_meta(path, mapping)
     saved = FileSystemReader(path).read_metadata().state_dict_metadata
     state: dict[str, Any] = {"state_dict": module.state_dict()}
     if optimizers:
@@ -91,12 +97,11 @@ def load_sharded(path: Path, *, module: nn.Module, optimizers: list[Optimizer]) 
         load(state, checkpoint_id=path)
     except (CheckpointException, RuntimeError, ValueError, KeyError) as error:
         raise ValueError(
-            f"{path} does not fit this model or its optimizers: {_last_line(error)}. Load it into "
-            "the model that wrote it, with the same optimizers."
+            f"{path} cannot be read into this model: {_last_line(error)}. Either its files are "
+            "damaged, or another model or other optimizers wrote it."
         ) from error
     for i, optimizer in enumerate(optimizers):
         _fill(module, optimizer, state["optimizers"][str(i)])
-    meta: dict[str, Any] = torch.load(path / META, weights_only=True)
     return meta
 
 
@@ -119,6 +124,22 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def _read_meta(path: Path, mapping: str) -> dict[str, Any]:
+    try:
+        meta: dict[str, Any] = torch.load(path / META, weights_only=True)
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+        reason = f"{type(error).__name__}: {_last_line(error)}"
+        raise ValueError(f"{path / META} cannot be read, it is damaged: {reason}") from error
+    written = meta.pop(MAPPING, mapping)
+    if written != mapping:
+        raise ValueError(
+            f"{path} was written under mapping {written}, this run has {mapping}, and resharding a "
+            "folder is not verified yet. Resume under the same mapping, or from a consolidated "
+            "checkpoint (save_distributed_checkpoint=False), which has none."
+        )
+    return meta
 
 
 def _holds(saved: Mapping[str, Any], prefix: str) -> bool:
