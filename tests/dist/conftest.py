@@ -24,7 +24,9 @@ def outcome_of(
 ) -> Callable[[Case], Outcome]:
     """The outcome of a case; its world runs all selected cases when the first one is asked for."""
     outcomes = request.config.stash.setdefault(OUTCOMES, {})
-    wanted = dict.fromkeys(_selected_cases(request.session.items))
+    # Parameters of other tests may bear the same names.
+    selected = _selected_cases(request.session.items)
+    wanted = dict.fromkeys(case for case in selected if isinstance(case, Case))
 
     def outcome(case: Case) -> Outcome:
         if case not in outcomes:
@@ -36,7 +38,7 @@ def outcome_of(
     return outcome
 
 
-def _selected_cases(items: list[pytest.Item]) -> Iterator[Case]:
+def _selected_cases(items: list[pytest.Item]) -> Iterator[object]:
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         if "case" in params:
