@@ -194,6 +194,11 @@ CONFIGS = [
         {"trainer.strategy.class_path": "lightning_fold.FoldedMoeStrategy"},
         slow=True,
     ),
+    Case(
+        "missing checkpoint",
+        r"checkpoint 'nowhere\.ckpt' does not exist\. Change `ckpt_path`",
+        options=("--ckpt_path", "nowhere.ckpt"),
+    ),
     Case("missing file", r"'nowhere\.yaml' does not exist", options=("--config", "nowhere.yaml")),
     Case("binary file", r"config\.yaml' is not YAML: .*decode", content=bytes(range(256))),
     Case(
