@@ -1,7 +1,7 @@
 """Reading metrics.csv as Lightning writes it, the summary, and the pictures of RunReport."""
 
-import sys
-from types import SimpleNamespace
+import json
+import os
 
 import pytest
 import torch
@@ -11,8 +11,17 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_fold.callbacks import MFUMonitor, ModelShape, RunReport, summarise
-from lightning_fold.callbacks.report import draw_loss, read_metrics
+from lightning_fold.callbacks import (
+    MFUMonitor,
+    ModelShape,
+    RunReport,
+    ValidateAtStart,
+    report,
+    summarise,
+)
+from lightning_fold.callbacks.__main__ import main, newest_run
+from lightning_fold.callbacks.report import read_metrics
+from lightning_fold.topology.folding import Folding
 
 # Lightning's own, on torch 2.13; and the toy has no worker processes to gain from.
 pytestmark = pytest.mark.filterwarnings(
@@ -50,7 +59,7 @@ class Toy(LightningModule):
 class FoldedStrategy(SingleDeviceStrategy):
     def __init__(self) -> None:
         super().__init__(device="cpu")
-        self.folding = SimpleNamespace(dp=1, pp=1)
+        self.folding = Folding.from_world(1)
 
 
 def make_trainer(folder, *, report=None, **options):
@@ -70,16 +79,16 @@ def make_trainer(folder, *, report=None, **options):
 
 
 @pytest.fixture
-def rank_map(monkeypatch):
-    """Stands in for the drawing of the mapping, which has its own tests."""
-    calls = []
+def node_widths(monkeypatch):
+    """The node widths that rank maps were drawn with; they are drawn all the same."""
+    widths, draw = [], report.draw_rank_map
 
-    def draw_rank_map(folding, path, *, gpus_per_node):
-        calls.append((folding, path, gpus_per_node))
+    def recorded(folding, path, *, gpus_per_node):
+        widths.append(gpus_per_node)
+        draw(folding, path, gpus_per_node=gpus_per_node)
 
-    module = SimpleNamespace(draw_rank_map=draw_rank_map)
-    monkeypatch.setitem(sys.modules, "lightning_fold.topology.rank_map", module)
-    return calls
+    monkeypatch.setattr(report, "draw_rank_map", recorded)
+    return widths
 
 
 def test_validate_before_fit_gives_the_summary_of_a_real_run(tmp_path):
@@ -163,52 +172,49 @@ def test_a_run_without_the_needed_rows_is_refused(tmp_path, rows, message):
         summarise(tmp_path, "m")
 
 
-def test_both_pictures_lie_in_the_run_folder(tmp_path, rank_map):
+def test_both_pictures_lie_in_the_run_folder(tmp_path, node_widths):
     trainer = make_trainer(tmp_path, strategy=FoldedStrategy(), report=RunReport(gpus_per_node=4))
     trainer.fit(Toy())
-    assert (tmp_path / "loss.png").read_bytes().startswith(PNG)
-    assert rank_map == [(trainer.strategy.folding, tmp_path / "rank_map.png", 4)]
+    for name in ("loss.png", "rank_map.png"):
+        assert (tmp_path / name).read_bytes().startswith(PNG)
+    assert node_widths == [4]
+    found = json.loads((tmp_path / "rank_map.json").read_text())
+    assert found["mapping_id"] == "tp1cp1dp1pp1-etp1ep1edp1"
 
 
-def test_dirpath_is_made_and_taken_for_both_pictures(tmp_path, rank_map):
+def test_dirpath_is_made_and_taken_for_both_pictures(tmp_path, node_widths):
     own = tmp_path / "own"
     trainer = make_trainer(tmp_path, strategy=FoldedStrategy(), report=RunReport(own))
     trainer.fit(Toy())
-    assert (own / "loss.png").exists()
-    assert rank_map == [(trainer.strategy.folding, own / "rank_map.png", 1)]
+    assert {path.name for path in own.iterdir()} == {"loss.png", "rank_map.png", "rank_map.json"}
+    assert node_widths == [1]
 
 
-def test_a_strategy_without_a_mapping_gets_the_loss_only(tmp_path, rank_map):
+def test_a_strategy_without_a_mapping_gets_the_loss_only(tmp_path, node_widths):
     make_trainer(tmp_path).fit(Toy())
     assert (tmp_path / "loss.png").exists()
-    assert rank_map == []
+    assert node_widths == []
 
 
-def test_the_loss_plot_shows_references_and_tokens(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(
-        "lightning_fold.callbacks.report.save_figure", lambda figure, path: figures.append(figure)
-    )
-    path = tmp_path / "metrics.csv"
-    path.write_text("step,val_loss,train_loss,fold/tokens\n0,5.5,,\n9,,4.5,40960\n9,4.0,,\n")
-    draw_loss(path, tmp_path / "loss.png", unit="bits")
-    (axes,) = figures[0].axes
-    lines = {line.get_label(): line for line in axes.lines}
-    assert lines["train"].get_xydata().tolist() == [[9, 4.5]]
-    assert lines["validation"].get_xydata().tolist() == [[0, 5.5], [9, 4.0]]
-    assert axes.get_ylabel() == "loss (bits)"
-    assert [text.get_text() for text in axes.texts] == ["uniform 5.55", "bigram 2.41"]
-    (top,) = axes.child_axes
-    figures[0].savefig(tmp_path / "laid_out.png")
-    assert top.get_xlim()[1] == pytest.approx(axes.get_xlim()[1] * 4096 / 1e6)
+def test_validation_at_start_begins_the_curve_and_the_command_prints_it(tmp_path, capsys):
+    callbacks = [MFUMonitor(shape=SHAPE, peak_flops=1e9), ValidateAtStart(), RunReport()]
+    make_trainer(tmp_path, strategy=FoldedStrategy(), callbacks=callbacks).fit(Toy())
+    metrics = read_metrics(tmp_path / "metrics.csv")
+    assert metrics["val_loss"].values == [30.0, 26.0, 22.0, 18.0]
+    assert metrics["val_loss"].steps[0] == 0
+    assert metrics["train_loss"].steps == [1, 3, 5, 7, 9, 11]
+    assert main([str(tmp_path)]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    result = json.loads(last.removeprefix("result: "))
+    assert (result["val_loss_start"], result["val_loss_end"], result["steps"]) == (30.0, 18.0, 12)
+    assert result["mapping"] == "tp1cp1dp1pp1-etp1ep1edp1"
 
 
-def test_a_trainer_without_csv_logger_is_refused_at_set_up(tmp_path):
-    trainer = make_trainer(tmp_path, logger=False, default_root_dir=tmp_path)
-    with pytest.raises(ValueError, match=r"loggers: none(.|\n)*Add a CSVLogger"):
-        trainer.fit(Toy())
-
-
-def test_a_trial_run_without_loggers_draws_nothing(tmp_path):
-    make_trainer(tmp_path, fast_dev_run=2, default_root_dir=tmp_path).fit(Toy())
-    assert not list(tmp_path.iterdir())
+def test_command_takes_the_newest_run_and_refuses_a_folder_without_one(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 1
+    assert "no metrics.csv" in capsys.readouterr().err
+    assert main([]) == 2
+    for age, name in enumerate(["version_1", "version_0"]):
+        (tmp_path / name).mkdir()
+        os.utime(write_csv(tmp_path / name), (1e9 - age, 1e9 - age))
+    assert newest_run(tmp_path) == tmp_path / "version_1"
