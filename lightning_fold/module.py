@@ -86,6 +86,8 @@ class FoldedLitModule(pl.LightningModule):
             decay_groups(self.model, weight_decay=hparams["weight_decay"]),
             lr=hparams["learning_rate"],
             betas=tuple(hparams["betas"]),
+            # One kernel for all parameters. Lightning refuses to clip for it in mixed precision.
+            fused="mixed" not in str(self.trainer.precision),
         )
         total = self.trainer.estimated_stepping_batches
         scheduler = torch.optim.lr_scheduler.LambdaLR(
