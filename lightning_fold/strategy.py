@@ -136,26 +136,24 @@ class FoldedMoEStrategy(MeshStrategy):
     def _configure_launcher(self) -> None:
         environment = self.cluster_environment
         assert environment is not None
-        folding = self.folding  # Refuses an illegal mapping before any process starts.
+        _ = self.folding  # Refuses an illegal mapping before any process starts.
         if not environment.creates_processes_externally:
             compat.check_relaunch(self.num_processes, getattr(__main__, "__file__", None))
             self._launcher = _SubprocessScriptLauncher(
                 environment, self.num_processes, self.num_nodes
             )
-        assert folding.world >= 1
 
     def setup_environment(self) -> None:
         """Start the process group and build the meshes, once per strategy."""
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
-        folding = self.folding
         backend = "nccl" if self.root_device.type == "cuda" else "gloo"
         environment = self.cluster_environment
         assert environment is not None
         _init_dist_connection(environment, backend, timeout=timedelta(minutes=30))
         if self._comm is None:
-            meshes = build_meshes(folding, self.root_device.type)
+            meshes = build_meshes(self.folding, self.root_device.type)
             self._comm = Comm(meshes, self.telemetry)
 
     def setup(self, trainer: Trainer) -> None:
