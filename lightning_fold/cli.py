@@ -1,4 +1,4 @@
-"""The command line: `lightning-fold fit | validate | test | predict | show`.
+"""The command line: `lightning-fold fit | validate | test | predict | show | inspect | convert`.
 
 Owns the commands and what LightningCLI needs to serve this package; `cli_config` checks what a
 user wrote and `cli_errors` how a command ends. `python -m lightning_fold.cli` and
@@ -16,10 +16,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
-from jsonargparse import ArgumentError
+from jsonargparse import ArgumentError, Namespace
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import (
     ArgsType,
@@ -32,9 +32,11 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_fold import __version__
-from lightning_fold.cli_config import check_arguments, explain_parse_error
+from lightning_fold.cli_checkpoint import run_convert, run_inspect
+from lightning_fold.cli_config import CommandParser, check_arguments, explain_parse_error
 from lightning_fold.cli_errors import PROGRAM, UsageError, end_with, relayed
 from lightning_fold.model.fold import check_model
+from lightning_fold.model.materialise import parameters_on_meta
 from lightning_fold.strategy import FoldedMoEStrategy
 from lightning_fold.topology.doctor import (
     DEGREE_FIELDS,
@@ -53,6 +55,9 @@ _HELP = f"""usage: {PROGRAM} COMMAND [options]
                                  {PROGRAM} fit --config FILE --trainer.max_steps 50
   show                           which GPU is in which group, for example
                                  {PROGRAM} show --world 16 --tp 2 --ep 8
+  inspect                        what a checkpoint holds, without loading it
+  convert                        a sharded folder into one file, and back:
+                                 {PROGRAM} convert last.ckpt whole.ckpt
 
   {PROGRAM} COMMAND --help       the command's options
   {PROGRAM} --version            this version"""
@@ -91,6 +96,13 @@ class FoldedCLI(LightningCLI):
         except ArgumentError as error:
             raise UsageError(explain_parse_error(str(error))) from error
 
+    def _parse_ckpt_path(self) -> None:
+        """Nothing: the config alone says what the model is, for both forms of a checkpoint.
+
+        LightningCLI would load the whole file on every rank to put its hyperparameters above the
+        config, which they do not fit where the model is named by its class.
+        """
+
     def instantiate_classes(self) -> None:
         """Construct everything; a constructor's error arrives as it was raised."""
         try:
@@ -105,7 +117,7 @@ class FoldedCLI(LightningCLI):
 
     def _add_instantiators(self) -> None:
         constructors: dict[type, Callable[..., Any]] = {
-            _get_module_type(self._model_class): _InstantiatorFn(cli=self, key="model"),
+            _get_module_type(self._model_class): self._construct_model,
             _get_module_type(self._datamodule_class): _InstantiatorFn(cli=self, key="data"),
             object: _construct,
         }
@@ -114,11 +126,22 @@ class FoldedCLI(LightningCLI):
                 _Recorded(construct, failures=self._failures), kind, subclasses=True
             )
 
+    def _construct_model(self, kind: type, *args: Any, **kwargs: Any) -> Any:
+        """Build the model as any class, but without values where the strategy gives them later."""
+        strategy = self._get(self.config, "trainer.strategy")
+        options = strategy.get("init_args", {}) if isinstance(strategy, Namespace) else {}
+        later = options.get("meta_init") or options.get("init_from")
+        with parameters_on_meta() if later else nullcontext():
+            return _InstantiatorFn(cli=self, key="model")(kind, *args, **kwargs)
+
     def _run_subcommand(self, subcommand: str) -> None:
         self._check_model()
         _check_checkpoint(self._get(self.config_init, "ckpt_path"))
         launcher = self.trainer.strategy.launcher
-        listens = isinstance(launcher, _SubprocessScriptLauncher)
+        listens = (
+            isinstance(launcher, _SubprocessScriptLauncher)
+            and not launcher.cluster_environment.creates_processes_externally
+        )
         with relayed(launcher) if listens else nullcontext():
             super()._run_subcommand(subcommand)
 
@@ -218,11 +241,16 @@ def _command(words: list[str]) -> Callable[[list[str]], None]:
     name = words[0] if words else "--help"
     if name in ("-h", "--help", "--version"):
         return _print_about
-    if name == "show":
-        return _show
+    own: dict[str, Callable[[list[str]], None]] = {
+        "show": _show,
+        "inspect": run_inspect,
+        "convert": run_convert,
+    }
+    if name in own:
+        return own[name]
     if name in FoldedCLI.subcommands():
         return _run_trainer
-    commands = [*FoldedCLI.subcommands(), "show"]
+    commands = [*FoldedCLI.subcommands(), *own]
     likely = nearest(name, commands)
     hint = f"Change it to `{likely}`." if likely else "Put the command first."
     raise UsageError(f"{name!r} is not a command. Legal: {', '.join(commands)}. {hint}")
@@ -234,13 +262,6 @@ def _print_about(words: list[str]) -> None:
 
 def _run_trainer(words: list[str]) -> None:
     FoldedCLI(args=words)
-
-
-class _ShowParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        option = message.removeprefix("argument ").partition(":")[0]
-        change = f"  Change `{option}`." if message.startswith("argument --") else ""
-        raise UsageError(f"show: {message}.{change}")
 
 
 def _show(words: list[str]) -> None:
@@ -257,11 +278,9 @@ def _show(words: list[str]) -> None:
         draw_rank_map(folding, path, gpus_per_node=options.gpus_per_node)
 
 
-def _show_parser() -> _ShowParser:
-    parser = _ShowParser(
-        prog=f"{PROGRAM} show",
-        description="Show which GPU is in which group, for attention and for MoE layers.",
-        allow_abbrev=False,
+def _show_parser() -> CommandParser:
+    parser = CommandParser(
+        "show", "Show which GPU is in which group, for attention and for MoE layers."
     )
     parser.add_argument("--world", type=int, required=True, help="all ranks")
     for axis, name in DEGREE_FIELDS.items():

@@ -7,16 +7,17 @@ its messages are made short here. Instantiates nothing.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_fold.cli_errors import UsageError
+from lightning_fold.cli_errors import PROGRAM, UsageError
 from lightning_fold.config import FoldedConfig
 from lightning_fold.topology.doctor import nearest
 
@@ -31,6 +32,25 @@ _SUBTYPES = re.compile(
 )
 _MISSING = re.compile(r"arguments are required: (?:\w+\.)?(\w+)")
 _CLASS = re.compile(r"Problem with given class_path '(?P<name>[^']*)':\s*(?P<reason>[^\n]*)")
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The options of a command that runs no Trainer; refuses them as all commands do.
+
+    Args:
+        command: Its name.
+        description: What it does, in a sentence.
+    """
+
+    def __init__(self, command: str, description: str) -> None:
+        super().__init__(f"{PROGRAM} {command}", description=description, allow_abbrev=False)
+        self._command = command
+
+    def error(self, message: str) -> NoReturn:
+        """Raise `UsageError` where argparse would print and exit."""
+        option = message.removeprefix("argument ").partition(":")[0]
+        change = f"  Change `{option}`." if message.startswith("argument --") else ""
+        raise UsageError(f"{self._command}: {message}.{change}")
 
 
 def check_arguments(arguments: Iterable[str], known: Namespace) -> None:

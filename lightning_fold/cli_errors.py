@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lightning_fold.faults import marked
+
 PROGRAM = "lightning-fold"
 TRACEBACK_VARIABLE = "LIGHTNING_FOLD_TRACEBACK"
 # "PID:FOLDER" of the launching process; set in its environment, so its children inherit it.
@@ -49,13 +51,14 @@ def render(error: BaseException) -> str:
     A message of several lines keeps its first and, where it names the remedy, its last line for
     the end; the numbers between them come before.
     """
-    first, *rest = str(error).strip().splitlines() or [""]
+    told = marked(error)
+    first, *rest = (told or str(error)).strip().splitlines() or [""]
     remedy = rest.pop() if rest and "Change `" in rest[-1] else ""
     if first.endswith(":") and rest:
         # Such a line ends in the heading of the lines below it.
         first, _, heading = first.rpartition(". ")
         first, rest = first or heading, [heading, *rest] if first else rest
-    name = "" if _speaks_for_itself(error) else f"{type(error).__name__}: "
+    name = "" if told or _speaks_for_itself(error) else f"{type(error).__name__}: "
     end = " ".join(part.strip() for part in (f"{name}{first}", remedy) if part.strip())
     shown = traceback.format_exception(error) if _needs_traceback(error) else []
     return "\n".join([*(part.rstrip() for part in shown), *rest, f"{PROGRAM}: error: {end}"])

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from pathlib import Path
+from typing import Any
 
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
@@ -57,22 +59,19 @@ def check_relaunch(num_processes: int, main_file: str | None) -> None:
         )
 
 
-def check_optimizer_states(path: Path, *, saved: int, wanted: int) -> None:
-    """Refuse to resume optimizers from a checkpoint that does not hold their states.
+def wants_own_io(checkpoint_io: CheckpointIO, path: str, storage_options: Any | None) -> bool:
+    """Whether a checkpoint goes through a plugin of the user's, or to remote storage."""
+    plugin = type(checkpoint_io) is not TorchCheckpointIO
+    return plugin or "://" in path or storage_options is not None
 
-    Raises:
-        ValueError: The counts differ.
-    """
-    if wanted and saved == 0:
-        raise ValueError(
-            f"{path} holds no optimizer state, as ModelCheckpoint(save_weights_only=True) writes "
-            "it, so training cannot resume from it. Load the weights into the module before `fit`."
-        )
-    if wanted and saved != wanted:
-        raise ValueError(
-            f"{path} holds the states of {saved} optimizers, configure_optimizers gives {wanted}. "
-            "Build the same optimizers."
-        )
+
+def explain_own_io(path: str) -> str:
+    """The message where a sharded folder cannot be written through them."""
+    return (
+        f"a sharded checkpoint is written by all ranks into a folder of a shared file system, and "
+        f"{path} asks for remote storage, `storage_options` or a checkpoint plugin. Mount the "
+        "storage, or set save_distributed_checkpoint=False, which writes one file."
+    )
 
 
 def bypassed(core_name: str) -> RuntimeError:

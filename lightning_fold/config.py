@@ -16,6 +16,9 @@ from typing import Any, Literal
 
 from lightning_fold.topology.doctor import DEGREE_FIELDS, check_degree, nearest
 
+# c10d counts nanoseconds; a month is far from its limit.
+_LONGEST_TIMEOUT_S = 30 * 24 * 3600.0
+
 # Field -> what to use instead of the feature that is not built. A field leaves this table when
 # its feature is built; `check` and its test read nothing else.
 _NOT_BUILT: dict[str, str] = {
@@ -24,10 +27,6 @@ _NOT_BUILT: dict[str, str] = {
         "shorter sequences"
     ),
     "pipeline_parallel_size": "Use `expert_parallel_size` and `tensor_parallel_size`",
-    "data_parallel_shard": (
-        "Use 'optimizer'; a larger `expert_parallel_size` or `tensor_parallel_size` lowers the "
-        "parameter memory of a rank"
-    ),
     "capacity_factor": "Use None: every routed token is computed and none is dropped",
     "token_drop": "Leave it out: no token is dropped",
     "context_parallel_method": "Leave it out: context_parallel_size is 1",
@@ -41,8 +40,6 @@ _NOT_BUILT: dict[str, str] = {
     ),
     "expert_precision": "Use the Trainer's `precision='bf16-mixed'` or 'bf16-true'",
     "moe_layers": "Use a model whose MoE blocks are found by their structure",
-    "meta_init": "Build the model with its weights",
-    "init_from": "Load the weights into the model before `fit`",
     "router": "Use 'model': the model's own router decides",
     "router_options": "Set the router's options in the model's own config",
     "sentinel_every": "Compare with a single-process run in fp64 (`lightning_fold.verify`)",
@@ -74,8 +71,9 @@ class FoldedConfig:
     the routed tokens per MoE layer, and narrower matrix products."""
 
     data_parallel_shard: Literal["optimizer", "full"] = "optimizer"
-    """`optimizer` keeps the parameters gathered between forward and backward. `full` frees
-    them in between, which costs a second all-gather of every layer per step."""
+    """`optimizer` keeps the parameters gathered between forward and backward. `full` (ZeRO-3)
+    frees each layer's, dense and experts, in between and while accumulating, which costs a second
+    all-gather of every layer per backward."""
 
     capacity_factor: float | None = None
     """Tokens kept per expert relative to an even load; None keeps all. A bound makes the
@@ -128,13 +126,20 @@ class FoldedConfig:
     """True writes a folder of shards, each rank its own. False writes one file as a
     single-device run does, which costs the whole model and optimizer in rank 0's memory."""
 
+    async_save: bool = False
+    """Write checkpoints behind training, from a copy in host memory. Costs that copy, and the
+    newest checkpoint is whole only some steps later; rotation keeps the one before until then."""
+
     meta_init: bool = False
-    """True creates the parameters sharded, so that no rank ever holds the whole model. Costs
-    equality of the initial weights with a single-device run."""
+    """True creates the parameters sharded, so that no rank ever holds the whole model: build it
+    in `configure_model` or on meta. Values follow from the seed and the parameter's name, equal
+    under every mapping. Costs equality of the initial weights with a single-device run."""
 
     init_from: str | None = None
-    """Checkpoint that the weights are read from at set-up. Costs the read, each rank only its
-    own shards."""
+    """Weights to start from: a consolidated checkpoint, a state dict, a .safetensors file or a
+    folder of these, under the model's in-memory names. A model built in
+    `configure_model` is never whole, as with `meta_init`. Costs the read, each rank only its own
+    shards; leave it out of a run that resumes from `ckpt_path`, which reads all again."""
 
     router: Literal["model", "folded", "balanced"] = "model"
     """Who routes: the model's own router, this package's, or an artificial even load, which
@@ -146,6 +151,13 @@ class FoldedConfig:
     sentinel_every: int = 0
     """Steps between checks that replicas still agree; 0 never checks. A check costs one
     all-reduce of a checksum per parameter."""
+
+    collective_timeout_s: float = 1800.0
+    """Seconds that a rank waits for its peers in one collective; then the run ends and tells
+    which collective, over which group and at which step. It is a field because no value suits
+    all: a short one finds a hang soon, and costs runs in which a rank is late for a good reason,
+    such as a long download, compilation or evaluation on one rank. NCCL's own time-out for
+    collectives over the whole world is ten minutes at least."""
 
     @classmethod
     def from_mapping(cls, arguments: Mapping[str, Any]) -> FoldedConfig:
@@ -175,6 +187,15 @@ class FoldedConfig:
             if field.name in _NOT_BUILT and value != field.default:
                 raise ValueError(_explain_not_built(field.name, value, field.default))
         self._check_dispatcher()
+        self._check_timeout()
+
+    def _check_timeout(self) -> None:
+        if not 0 < self.collective_timeout_s <= _LONGEST_TIMEOUT_S:
+            raise ValueError(
+                f"collective_timeout_s={self.collective_timeout_s} is no time that ranks can wait. "
+                f"Legal collective_timeout_s: above 0, up to {_LONGEST_TIMEOUT_S:g} (30 days).  "
+                "Change `collective_timeout_s`."
+            )
 
     def _check_dispatcher(self) -> None:
         etp, ep = self.expert_tensor_parallel_size, self.expert_parallel_size

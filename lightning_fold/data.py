@@ -213,7 +213,8 @@ def read_paths(paths: Iterable[str]) -> list[TextFile]:
     """Read files, directories and globs, each file once, in the order of their names.
 
     Raises:
-        ValueError: A path does not exist, nothing is left to read, or a file is not text.
+        ValueError: A path does not exist, nothing is left to read, all files are empty, or a file
+            cannot be read or is not text.
     """
     found: dict[Path, tuple[Path, Path]] = {}
     for path in paths:
@@ -223,6 +224,11 @@ def read_paths(paths: Iterable[str]) -> list[TextFile]:
     if not found:
         raise ValueError(f"No files under paths={list(paths)}: empty directories or globs.")
     texts = [_read(file, root) for file, root in found.values()]
+    if not any(text.content for text in texts):
+        raise ValueError(
+            f"{len(texts)} files under paths={list(paths)}, all empty: there is no text to train "
+            "on. Change `paths`."
+        )
     return sorted(texts)
 
 
@@ -294,7 +300,13 @@ def _fixed_part(pattern: Path) -> Path:
 
 
 def _read(file: Path, root: Path) -> TextFile:
-    content = file.read_bytes()
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise ValueError(
+            f"{file} cannot be read: {error.strerror or error}. Give it to this user, or take it "
+            "out of `paths`."
+        ) from error
     try:
         binary = "NUL bytes" if b"\0" in content else ""
         content.decode()

@@ -7,6 +7,8 @@ nothing of models.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -19,9 +21,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor
 
+from lightning_fold import sampling
+from lightning_fold.faults import Guard
+from lightning_fold.loaders import Ends, FirstBatches
 from lightning_fold.telemetry import Telemetry
 from lightning_fold.topology.comm import Comm
 from lightning_fold.topology.meshes import Meshes
+from lightning_fold.topology.replicas import gather_random_states, restore_random_state
+
+# Key of the generators of all ranks in a checkpoint.
+RANDOM = "lightning_fold.random"
 
 
 class MeshStrategy(ParallelStrategy):
@@ -32,6 +41,11 @@ class MeshStrategy(ParallelStrategy):
         self.num_nodes = 1
         self.telemetry = Telemetry()
         self._comm: Comm | None = None
+        self._first_batches = FirstBatches()
+        self._ends = Ends()
+        self._saved_position: Mapping[str, Any] | None = None
+        self._saved_random: Mapping[str, Any] | None = None
+        self._guard = Guard()
 
     @property
     def meshes(self) -> Meshes:
@@ -69,10 +83,56 @@ class MeshStrategy(ParallelStrategy):
         return {"num_replicas": self.comm.size("dp"), "rank": self.comm.rank("dp")}
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Seed workers by dp rank, so that tp peers augment alike."""
+        """Enter the data where a checkpoint left it; seed workers by dp rank, not by rank."""
+        trainer = self._module.trainer
+        self._first_batches.expect(trainer)
+        if trainer.training:
+            sampling.resume(trainer, dataloader, self._saved_position)
+        elif trainer.predicting:
+            sampling.check_predicted(dataloader)
+        self._ends.watch(dataloader, self)
         if hasattr(dataloader, "worker_init_fn"):
             _auto_add_worker_init_fn(dataloader, self.comm.rank("dp"))
         return dataloader
+
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        """Move a batch; the first of a loader is compared with what this rank's peers read."""
+        self._first_batches.compare(
+            batch, trainer=self._module.trainer, index=dataloader_idx, meshes=self.meshes
+        )
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def on_train_start(self) -> None:
+        """Begin with the validation that was due when the checkpoint was saved."""
+        sampling.run_due_validation(self._module.trainer, self._saved_position)
+
+    def data_state(self) -> dict[str, Any]:
+        """What a checkpoint holds of the position in the training data and of random numbers.
+
+        Collective over all ranks.
+        """
+        position = sampling.position_of(self._module.trainer)
+        state = {RANDOM: gather_random_states(self.meshes.folding.mapping_id)}
+        return state if position is None else {**state, sampling.POSITION: asdict(position)}
+
+    def load_data_state(self, checkpoint: Mapping[str, Any]) -> None:
+        """Keep the position of a checkpoint until its loader is there, and its random numbers."""
+        self._saved_position = checkpoint.get(sampling.POSITION)
+        sampling.ask_again(self._module.trainer)
+        self._saved_random = checkpoint.get(RANDOM)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Draw from here on what the run that saved the checkpoint would have drawn."""
+        if self._saved_random is None:
+            return
+        # Not sooner: building modules draws numbers, and so does making a loader's iterator, which
+        # a run that goes on from an epoch's end would have done since.
+        restore_random_state(self._saved_random, self.meshes.folding.mapping_id)
+        self._saved_random = None
+        if batch_idx == 0:
+            sampling.draw_as_iterators_do(self._module.trainer)
 
     def set_world_ranks(self) -> None:
         """Tell the environment and Lightning's rank-zero helpers which rank this is."""
@@ -114,6 +174,9 @@ class MeshStrategy(ParallelStrategy):
         dist.broadcast_object_list(box, src)
         return box[0]
 
+    def wait_for_checkpoints(self) -> None:
+        """Wait for checkpoints that are still being written. Collective."""
+
     def teardown(self) -> None:
         """Leave parameters where they are: they are shards, and moving them helps nobody."""
         assert self.cluster_environment is not None
@@ -121,3 +184,4 @@ class MeshStrategy(ParallelStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
+        self._guard.close()

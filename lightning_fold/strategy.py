@@ -9,10 +9,10 @@ and hooks stay the user's.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,40 +21,34 @@ from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined]
     rank_zero_info,
-    rank_zero_warn,
 )
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import __main__
 from lightning_fold import compat, precision
-from lightning_fold.checkpoint import (
-    MAPPING,
-    Canonical,
-    is_sharded,
-    live_optimizer_state,
-    load_sharded,
-    remove,
-    save_sharded,
-)
+from lightning_fold.checkpoint.tensor_file import open_tensors
 from lightning_fold.config import FoldedConfig, checked_names
 from lightning_fold.model.fold import FoldedModel, fold_model
-from lightning_fold.params import Family, reshard
-from lightning_fold.ranks import MeshStrategy
+from lightning_fold.model.materialise import parameters_on_meta
+from lightning_fold.model.weights import WeightSource, fold_with_weights, starts_on_meta
+from lightning_fold.params import Family
+from lightning_fold.saving import SavingStrategy
 from lightning_fold.topology.comm import Comm
 from lightning_fold.topology.doctor import resolve_folding
 from lightning_fold.topology.folding import Folding
 from lightning_fold.topology.meshes import build_meshes
-from lightning_fold.topology.replicas import seed_token_owners, sync_module_states
+from lightning_fold.topology.replicas import seed_token_owners, sync_buffers, sync_module_states
+
+# Ranks that import from a shared disk start minutes apart.
+_START_S = 600.0
 
 
-class FoldedMoEStrategy(MeshStrategy):
+class FoldedMoEStrategy(SavingStrategy):
     """Train a Mixture-of-Experts model with separate mappings for attention and MoE layers.
 
     Every argument is a field of `lightning_fold.config.FoldedConfig`, which says what it does and
@@ -87,19 +81,19 @@ class FoldedMoEStrategy(MeshStrategy):
         expert_precision: Literal["bf16", "fp8_block"] = "bf16",
         moe_layers: dict[str, Any] | None = None,
         save_distributed_checkpoint: bool = True,
+        async_save: bool = False,
         meta_init: bool = False,
         init_from: str | None = None,
         router: Literal["model", "folded", "balanced"] = "model",
         router_options: dict[str, Any] | None = None,
         sentinel_every: int = 0,
+        collective_timeout_s: float = 1800.0,
     ) -> None:
         arguments = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         super().__init__()
         self.config = FoldedConfig(**arguments)
         self.config.check()
         self.grad_norm: Tensor | None = None
-        self._folded: FoldedModel | None = None
-        self._canonical: Canonical | None = None
         self._names_before: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
         self._core_called = False
         self._extra_steps = 0
@@ -126,22 +120,18 @@ class FoldedMoEStrategy(MeshStrategy):
         """Family of every parameter, by its name in `lightning_module.named_parameters()`."""
         return dict(self._model_or_raise().families)
 
-    def consolidate(self, named: Mapping[str, Any]) -> dict[str, Any]:
-        """Whole tensors in the user's shapes on rank 0, `{}` elsewhere. Collective."""
-        assert self._canonical is not None, "consolidate needs a model that is set up"
-        return self._canonical.consolidate(named)
-
     # Set-up.
 
     def _configure_launcher(self) -> None:
         environment = self.cluster_environment
         assert environment is not None
-        _ = self.folding  # Refuses an illegal mapping before any process starts.
+        # An illegal mapping or a bad file is refused before any process starts.
+        _ = self.folding
+        if self.config.init_from is not None:
+            open_tensors(self.config.init_from)
         if not environment.creates_processes_externally:
             compat.check_relaunch(self.num_processes, getattr(__main__, "__file__", None))
-            self._launcher = _SubprocessScriptLauncher(
-                environment, self.num_processes, self.num_nodes
-            )
+        self._launcher = self._guard.launch_with(self)
 
     def setup_environment(self) -> None:
         """Start the process group and build the meshes, once per strategy."""
@@ -151,9 +141,14 @@ class FoldedMoEStrategy(MeshStrategy):
         backend = "nccl" if self.root_device.type == "cuda" else "gloo"
         environment = self.cluster_environment
         assert environment is not None
-        _init_dist_connection(environment, backend, timeout=timedelta(minutes=30))
+        limit_s = self.config.collective_timeout_s
+        # This one also bounds how long the other ranks may take to start.
+        start = timedelta(seconds=max(limit_s, _START_S))
+        _init_dist_connection(environment, backend, timeout=start)
+        self._guard.connect(self, timeout_s=limit_s)
         if self._comm is None:
-            meshes = build_meshes(self.folding, self.root_device.type)
+            timeout = timedelta(seconds=limit_s)
+            meshes = build_meshes(self.folding, self.root_device.type, timeout=timeout)
             self._comm = Comm(meshes, self.telemetry)
 
     def setup(self, trainer: Trainer) -> None:
@@ -162,7 +157,7 @@ class FoldedMoEStrategy(MeshStrategy):
         self.accelerator.setup(trainer)
         compat.check_trainer(trainer)
         module = self._module
-        if self._canonical is None or self._canonical.module is not module:
+        if self._store is None or self._store.module is not module:
             self._fold(module)
         self.barrier()
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -171,6 +166,7 @@ class FoldedMoEStrategy(MeshStrategy):
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
+        self._guard.set_up(trainer, self)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             # FSDP2 would gather inference tensors, which a later training step cannot use.
             loop.inference_mode = False
@@ -180,19 +176,48 @@ class FoldedMoEStrategy(MeshStrategy):
             id(p): (weakref.ref(p), n) for n, p in module.named_parameters(remove_duplicate=False)
         }
         self.precision_plugin.convert_module(module)
-        self.model_to_device()
-        if self.world_size > 1:
-            sync_module_states(module)
-        self._folded = fold_model(module, comm=self.comm, dispatcher=self.config.dispatcher)
-        self._canonical = Canonical(
-            module, halved=self._folded.halved, is_writer=self.is_global_zero
+        config = self.config
+        on_meta = starts_on_meta(module, meta_init=config.meta_init, path=config.init_from)
+        if not on_meta:
+            self._to_device(module, sync_module_states)
+        fold = partial(
+            fold_model,
+            module,
+            comm=self.comm,
+            dispatcher=self.config.dispatcher,
+            frees_after_forward=self.config.data_parallel_shard == "full",
         )
+        self._folded = fold_with_weights(module, fold, source=self._weight_source(on_meta))
+        if on_meta:
+            self._to_device(module, sync_buffers)
+        self._store = self._open_store(module, self._folded)
         core = self._folded.parts.core
         core.register_forward_pre_hook(self._note_core_call)
         core.register_forward_hook(self._reshard_without_grad, always_call=True)
         if self.meshes.size("dp_cp") < self.world_size:
             compat.sync_metrics_over(module, self.meshes.group("dp_cp"))
         rank_zero_info(self._folded.describe(self.folding))
+
+    def _to_device(self, module: LightningModule, sync: Callable[[nn.Module], None]) -> None:
+        self.model_to_device()
+        if self.world_size > 1:
+            sync(module)
+
+    def _weight_source(self, on_meta: bool) -> WeightSource:
+        return WeightSource(
+            on_meta=on_meta,
+            path=self.config.init_from,
+            seed=int(self.broadcast(torch.initial_seed())),
+            device=self.root_device,
+        )
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Where `configure_model` builds: on this rank's device; parameters may come later."""
+        later = self.config.meta_init or self.config.init_from is not None
+        meta = parameters_on_meta() if later else nullcontext()
+        with super().tensor_init_context(empty_init), meta:
+            yield
 
     def _setup_fit(self, trainer: Trainer) -> None:
         self._reset_optimizers_and_schedulers()
@@ -243,6 +268,11 @@ class FoldedMoEStrategy(MeshStrategy):
             raise compat.bypassed(folded.parts.core_name)
         return out
 
+    def on_train_start(self) -> None:
+        """Take Ctrl-C as a request to save and leave, from here to the end of training."""
+        super().on_train_start()
+        self._guard.start()
+
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step; a rank with fewer batches repeats its last for its experts' sake."""
         out = super().predict_step(*args, **kwargs)
@@ -272,7 +302,7 @@ class FoldedMoEStrategy(MeshStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Keep gradients local while accumulating; parameters stay gathered meanwhile."""
+        """Keep gradients local while accumulating; only full shards free parameters meanwhile."""
         self._set_sync(False)
         try:
             yield
@@ -282,7 +312,7 @@ class FoldedMoEStrategy(MeshStrategy):
     def _set_sync(self, enabled: bool) -> None:
         for root in self._model_or_raise().roots:
             root.set_requires_gradient_sync(enabled)
-            root.set_reshard_after_backward(enabled)
+            root.set_reshard_after_backward(enabled or self.config.data_parallel_shard == "full")
 
     def _note_core_call(self, module: nn.Module, args: Any) -> None:
         self._core_called = True
@@ -291,95 +321,11 @@ class FoldedMoEStrategy(MeshStrategy):
         if not torch.is_grad_enabled():
             self._reshard()
 
-    def _reshard(self) -> None:
-        reshard(self._folded.sharded if self._folded else ())
-
     def on_validation_end(self) -> None:
         """Return to shards, whatever the user's step did."""
         self._reshard()
 
     on_test_end = on_predict_end = on_validation_end
-
-    # Checkpoints.
-
-    restore_checkpoint_after_setup = property(lambda self: True)
-    lightning_restore_optimizer = property(lambda self: False)
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Live shards, or whole tensors on rank 0 for a consolidated file. Collective."""
-        state: dict[str, Any] = self._module.state_dict()
-        return state if self.config.save_distributed_checkpoint else self.consolidate(state)
-
-    def optimizer_state(self, optimizer: Optimizer | LightningOptimizer) -> dict[str, Any]:
-        """State of one optimizer, in the same form as the module's. Collective."""
-        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        if self.config.save_distributed_checkpoint:
-            return live_optimizer_state(self._module, inner)
-        assert self._canonical is not None
-        return self._canonical.optimizer_state(inner)
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        """Write a sharded folder or a consolidated file. Collective over all ranks."""
-        path = Path(self.broadcast(filepath))
-        if not self.config.save_distributed_checkpoint:
-            if self.is_global_zero and path.is_dir():
-                remove(path)
-            super().save_checkpoint(checkpoint, path, storage_options)
-            return
-        if storage_options is not None:
-            raise ValueError("storage_options are not used by sharded checkpoints; leave them out")
-        optimizers = checkpoint.pop("optimizer_states", [])
-        state = {
-            "state_dict": checkpoint.pop("state_dict"),
-            "optimizers": {str(i): s for i, s in enumerate(optimizers)},
-        }
-        checkpoint[MAPPING] = self.folding.mapping_id
-        replaced = save_sharded(
-            path, state=state, meta=checkpoint, is_writer=self.is_global_zero, barrier=self.barrier
-        )
-        if replaced:
-            rank_zero_warn(f"{path}: stored as text, being no primitive: {', '.join(replaced)}")
-
-    def load_checkpoint(
-        self, checkpoint_path: str | Path, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Fill module and optimizers from a sharded folder or a consolidated file. Collective."""
-        path = Path(self.broadcast(checkpoint_path))
-        self._reshard()
-        fitting = self._module.trainer.state.fn == TrainerFn.FITTING
-        optimizers = list(self.optimizers) if fitting else []
-        if is_sharded(path):
-            return load_sharded(
-                path,
-                module=self._module,
-                optimizers=optimizers,
-                mapping=self.folding.mapping_id,
-            )
-        if not path.is_file():
-            raise ValueError(
-                f"{path} is neither a consolidated checkpoint nor a complete sharded one"
-            )
-        checkpoint = super().load_checkpoint(path, weights_only)
-        assert self._canonical is not None
-        self._canonical.load_model(checkpoint["state_dict"], strict=self._module.strict_loading)
-        states = checkpoint.get("optimizer_states", [])
-        compat.check_optimizer_states(path, saved=len(states), wanted=len(optimizers))
-        for optimizer, state in zip(optimizers, states, strict=False):
-            self._canonical.load_optimizer(optimizer, state)
-        return checkpoint
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing: `load_checkpoint` has filled the module."""
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: `load_checkpoint` has filled the optimizers."""
-
-    def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Delete a checkpoint on rank 0."""
-        if self.is_global_zero:
-            remove(Path(filepath))
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -1,21 +1,16 @@
 """Checkpoints: names and shapes that belong to the user's model, and the files that hold them."""
 
 from lightning_fold.checkpoint.canonical import Canonical
-from lightning_fold.checkpoint.sharded import (
-    MAPPING,
-    is_sharded,
-    live_optimizer_state,
-    load_sharded,
-    remove,
-    save_sharded,
-)
+from lightning_fold.checkpoint.meta import OWN
+from lightning_fold.checkpoint.optimizer_state import named_state
+from lightning_fold.checkpoint.peers import CheckpointError, Peers
+from lightning_fold.checkpoint.store import CheckpointStore
 
 __all__ = [
-    "MAPPING",
+    "OWN",
     "Canonical",
-    "is_sharded",
-    "live_optimizer_state",
-    "load_sharded",
-    "remove",
-    "save_sharded",
+    "CheckpointError",
+    "CheckpointStore",
+    "Peers",
+    "named_state",
 ]

@@ -7,13 +7,18 @@ files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from lightning_fold.checkpoint.optimizer_state import names_of
+from lightning_fold.checkpoint.owned import merge_halves, owned_index, take
+from lightning_fold.checkpoint.tensor_entry import TensorEntry, read_entry
 
 
 class Canonical:
@@ -52,44 +57,100 @@ class Canonical:
             whole = whole.full_tensor()
         return whole.flatten(1, 2) if name in self.halved and whole.dim() == 4 else whole
 
-    def to_live(self, name: str, user: Tensor, live: Tensor) -> Tensor:
-        """This rank's part of a whole tensor, sharded and typed like `live`. Sends nothing."""
-        if name in self.halved and user.dim() == 3:
-            user = user.unflatten(1, (2, -1))
-        if user.shape != live.shape:
-            raise ValueError(
-                f"{name}: the checkpoint holds shape {tuple(user.shape)}, the model has "
-                f"{tuple(live.shape)}. It was written by another model."
-            )
-        user = user.to(live.device, live.dtype)
-        if not isinstance(live, DTensor):
-            return user
-        mesh = live.device_mesh
-        everywhere = DTensor.from_local(user, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        return everywhere.redistribute(mesh, live.placements)
+    def to_live(self, name: str, user: Tensor | TensorEntry, live: Tensor) -> Tensor:
+        """This rank's part of a whole tensor, sharded and typed like `live`, a copy. Sends nothing.
 
-    def load_model(self, state: Mapping[str, Tensor], *, strict: bool) -> None:
-        """Fill the module from whole tensors under the user's names.
+        Args:
+            name: Of the parameter or buffer.
+            user: In the user's shape: a tensor, or a stored one, of which only the part is read.
+            live: Says how it is sharded.
 
         Raises:
-            ValueError: Names or shapes do not match.
+            ValueError: The shapes differ.
         """
-        live = self.module.state_dict()
-        missing, unexpected = sorted(live.keys() - state.keys()), sorted(state.keys() - live.keys())
-        if strict and (missing or unexpected):
+        if self.live_shape(name, user) != tuple(live.shape):
             raise ValueError(
-                f"the checkpoint does not fit the model: {len(missing)} names are missing "
-                f"({', '.join(missing[:3])}) and {len(unexpected)} are unknown "
-                f"({', '.join(unexpected[:3])})"
+                f"{name}: the checkpoint holds shape {tuple(user.shape)}, the model has "
+                f"{tuple(live.shape)}. Another model wrote it. Change `ckpt_path`."
             )
-        parts = {
-            name: self.to_live(name, state[name], target)
-            for name, target in live.items()
-            if name in state
-        }
+        index = owned_index(live)
+        if name in self.halved and len(user.shape) == 3:
+            index = merge_halves(index, live.shape[2])
+        part = read_entry(user, index) if isinstance(user, TensorEntry) else take(user, index)
+        local = live.to_local() if isinstance(live, DTensor) else live
+        part = part.reshape(local.shape).to(local.device, local.dtype)
+        if not isinstance(live, DTensor):
+            return part
+        return DTensor.from_local(
+            part,
+            live.device_mesh,
+            live.placements,
+            run_check=False,
+            shape=live.shape,
+            stride=live.stride(),
+        )
+
+    def live_shape(self, name: str, user: Tensor | TensorEntry) -> tuple[int, ...]:
+        """Global shape of the live tensor that one of the user's becomes."""
+        shape = tuple(user.shape)
+        if name in self.halved and len(shape) == 3 and shape[1] % 2 == 0:
+            return shape[0], 2, shape[1] // 2, shape[2]
+        return shape
+
+    def check(
+        self,
+        source: Path | str,
+        saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+        *,
+        live: Mapping[str, Tensor],
+        strict: bool,
+    ) -> None:
+        """Make sure that a checkpoint fits the model, before anything is read.
+
+        Args:
+            source: Named in messages.
+            saved: Live shape and dtype of its tensors.
+            live: Tensors of the model.
+            strict: Whether names must match.
+
+        Raises:
+            ValueError: Names, shapes or dtypes differ.
+        """
+        missing, unknown = sorted(live.keys() - saved.keys()), sorted(saved.keys() - live.keys())
+        if strict and (missing or unknown):
+            raise ValueError(
+                f"{source} does not fit the model: {len(missing)} names are missing "
+                f"({', '.join(missing[:3])}) and {len(unknown)} are unknown "
+                f"({', '.join(unknown[:3])}). Another model wrote it. Change `ckpt_path`."
+            )
+        for name in sorted(live.keys() & saved.keys()):
+            shape, dtype = saved[name]
+            if shape != tuple(live[name].shape):
+                raise ValueError(
+                    f"{source} does not fit the model: {name} has shape {shape} there and "
+                    f"{tuple(live[name].shape)} here. Another model wrote it. Change `ckpt_path`."
+                )
+            if dtype != live[name].dtype:
+                raise ValueError(
+                    f"{source} holds {name} as {dtype}, the model has {live[name].dtype}; resuming "
+                    "would round it or train in another precision. Change the Trainer's "
+                    "`precision`, or read the weights alone by `init_from`."
+                )
+
+    def load_model(
+        self, state: Mapping[str, Tensor | TensorEntry], *, live: Mapping[str, Tensor]
+    ) -> None:
+        """Fill `live` from whole tensors under the user's names, after `check`. Local."""
         with torch.no_grad():
-            for name, part in parts.items():
-                live[name].copy_(part)
+            for name, target in live.items():
+                if name in state:
+                    target.copy_(self.to_live(name, state[name], target))
+
+    def set_extra_state(self, extra: Mapping[str, Any]) -> None:
+        """Hand modules what their `get_extra_state` gave."""
+        for name, value in extra.items():
+            owner = name.removesuffix("_extra_state").rstrip(".")
+            self.module.get_submodule(owner).set_extra_state(value)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """State as a single process would have written it: whole moments, keyed by parameter index.
@@ -103,12 +164,29 @@ class Canonical:
 
         return self._map_optimizer(optimizer, optimizer.state_dict(), convert)
 
-    def load_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Fill `optimizer` from a state that a single process would have written. Local."""
+    def load_optimizer(
+        self,
+        optimizer: Optimizer,
+        state: Mapping[str, Any],
+        *,
+        names: Sequence[Sequence[str]] | None = None,
+    ) -> None:
+        """Fill `optimizer` from a state that a single process would have written. Local.
 
-        def convert(name: str, param: nn.Parameter, value: Tensor) -> Any:
-            # A scalar, the step count, belongs to no shard.
-            return self.to_live(name, value, param) if value.dim() else value
+        Args:
+            optimizer: Changed in place.
+            state: Whole moments by parameter index.
+            names: Parameters of the saved groups by name; None where the file does not say, whose
+                indices then count as this optimizer's own.
+        """
+        if names is not None:
+            state = _reindexed(state, names_of(self.module, optimizer), names)
+
+        def convert(name: str, param: nn.Parameter, value: Tensor | TensorEntry) -> Any:
+            if value.shape:
+                return self.to_live(name, value, param)
+            # A step count belongs to no shard.
+            return read_entry(value) if isinstance(value, TensorEntry) else value.clone()
 
         optimizer.load_state_dict(self._map_optimizer(optimizer, state, convert))
 
@@ -116,7 +194,7 @@ class Canonical:
         self,
         optimizer: Optimizer,
         state: Mapping[str, Any],
-        convert: Callable[[str, nn.Parameter, Tensor], Any],
+        convert: Callable[[str, nn.Parameter, Any], Any],
     ) -> dict[str, Any]:
         names = {param: name for name, param in self.module.named_parameters()}
         flat = [param for group in optimizer.param_groups for param in group["params"]]
@@ -128,10 +206,24 @@ class Canonical:
         mapped = {
             index: {
                 key: convert(names[flat[index]], flat[index], value)
-                if isinstance(value, Tensor)
+                if isinstance(value, Tensor | TensorEntry)
                 else value
                 for key, value in values.items()
             }
             for index, values in state["state"].items()
         }
         return {**state, "state": mapped}
+
+
+def _reindexed(
+    state: Mapping[str, Any], live: Sequence[Sequence[str]], saved: Sequence[Sequence[str]]
+) -> dict[str, Any]:
+    """`state` with the indices of an optimizer whose groups list the names in another order."""
+    index = {name: i for i, name in enumerate(name for group in live for name in group)}
+    flat = [name for group in saved for name in group]
+    groups = [
+        {**group, "params": [index[name] for name in names]}
+        for group, names in zip(state["param_groups"], live, strict=True)
+    ]
+    moments = {index[flat[i]]: values for i, values in state["state"].items()}
+    return {**state, "state": moments, "param_groups": groups}

@@ -7,6 +7,7 @@ Not here: anything parallel, generation caches, auxiliary losses.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -100,7 +101,21 @@ class Decoder(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
-        initialize_weights(self, config)
+        self.apply(self.init_weights)
+
+    @torch.no_grad()
+    def init_weights(self, module: nn.Module) -> None:
+        """Draw the weights that `module` answers for; `apply` reaches all. Norms 1, biases 0."""
+        config = self.config
+        output_std = config.initializer_range / math.sqrt(2 * config.num_hidden_layers)
+        for name, parameter in _answers_for(module):
+            if isinstance(module, RMSNorm):
+                parameter.fill_(1.0)
+            elif name.endswith("bias"):
+                parameter.zero_()
+            else:
+                is_output = "o_proj" in name or "down_proj" in name
+                parameter.normal_(std=output_std if is_output else config.initializer_range)
 
     def forward(
         self,
@@ -395,18 +410,14 @@ def serves_grouped_mm(rows_NI: Tensor, weight_EOI: Tensor) -> bool:
     return rows_NI.device.type == "cpu" and dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
-@torch.no_grad()
-def initialize_weights(decoder: Decoder, config: DecoderConfig) -> None:
-    """Draw every weight again, in the order of `named_parameters`; norms are 1, biases 0."""
-    output_std = config.initializer_range / math.sqrt(2 * config.num_hidden_layers)
-    for name, parameter in decoder.named_parameters():
-        if name.endswith("norm.weight"):
-            parameter.fill_(1.0)
-        elif name.endswith(".bias"):
-            parameter.zero_()
-        else:
-            is_output = "o_proj" in name or "down_proj" in name
-            parameter.normal_(std=output_std if is_output else config.initializer_range)
+def _answers_for(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Weights that `init_weights` draws at this module: linear ones at the block around them."""
+    if isinstance(module, Attention | GatedMLP):
+        yield from module.named_parameters()
+    elif isinstance(module, Decoder) and not module.config.tie_word_embeddings:
+        yield from module.lm_head.named_parameters()
+    elif not isinstance(module, nn.Linear):
+        yield from module.named_parameters(recurse=False)
 
 
 def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:

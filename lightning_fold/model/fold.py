@@ -64,13 +64,16 @@ class FoldedModel:
         return "\n".join(lines)
 
 
-def fold_model(module: nn.Module, *, comm: Comm, dispatcher: str) -> FoldedModel:
+def fold_model(
+    module: nn.Module, *, comm: Comm, dispatcher: str, frees_after_forward: bool = False
+) -> FoldedModel:
     """Fold the model in `module`. Every rank calls it with equal weights.
 
     Args:
         module: The LightningModule.
         comm: Collectives.
         dispatcher: See `FoldedConfig.dispatcher`.
+        frees_after_forward: See `params.shard_over_data`.
 
     Raises:
         ValueError: The model does not fit the mapping.
@@ -89,7 +92,9 @@ def fold_model(module: nn.Module, *, comm: Comm, dispatcher: str) -> FoldedModel
     )
     units = [*(layer for _, layer in parts.layers), parts.core, *outside]
     by_param = {param: families[name] for name, param in module.named_parameters()}
-    sharded = shard_over_data(units, families=by_param, meshes=comm.meshes)
+    sharded = shard_over_data(
+        units, families=by_param, meshes=comm.meshes, frees_after_forward=frees_after_forward
+    )
     called = {id(parts.core), *(id(child) for child in outside)}
     roots = [managed for managed in sharded if id(managed) in called]
     return FoldedModel(

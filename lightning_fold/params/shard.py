@@ -33,16 +33,19 @@ def shard_over_data(
     *,
     families: Mapping[nn.Parameter, Family],
     meshes: Meshes,
+    frees_after_forward: bool = False,
 ) -> list[FSDPModule]:
     """Apply FSDP2 to `units`, innermost first; the last one must hold all others.
 
-    Parameters stay gathered between forward and backward. Gradients are reduced in fp32 where
+    Gradients are reduced in fp32 where
     parameters are narrower.
 
     Args:
         units: Modules whose parameters are gathered and reduced together.
         families: Family of every parameter.
         meshes: Where to shard.
+        frees_after_forward: Free parameters between forward and backward; those of the module that
+            steps call stay, since backward begins with them.
 
     Returns:
         The modules that FSDP2 manages; empty where nothing is spread over more than one rank.
@@ -57,7 +60,8 @@ def shard_over_data(
         fully_shard(
             unit,
             mesh=infos["stage"].mesh,
-            reshard_after_forward=False,
+            # None is True for all but the root.
+            reshard_after_forward=None if frees_after_forward else False,
             shard_placement_fn=lambda param: _place(param, infos[chosen[param]]),
             mp_policy=_policy(unit),
             ignored_params=alone,

@@ -1,13 +1,15 @@
 """Device meshes over the two views of the same ranks, and the process groups under them.
 
 Owns every process group of the product. Groups with equal rank lists are created once and shared:
-DeviceMesh does not do that by itself, so the meshes are made from groups of one cache. A rank
+DeviceMesh does not do that by itself, so the meshes are made from groups of one table. A rank
 creates only the groups it is in. Rank arithmetic is `folding`'s; nothing here decides a mapping.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import cast
 
 import torch
@@ -62,12 +64,18 @@ class Meshes:
         raise ValueError(f"unknown mesh axis {axis!r}; axes: pp dp cp tp edp ep etp dp_cp stage")
 
 
-def build_meshes(folding: Folding, device_type: str) -> Meshes:
+def build_meshes(folding: Folding, device_type: str, *, timeout: timedelta | None = None) -> Meshes:
     """Create the process groups and the meshes on them.
 
-    Collective over all ranks of the world; call once per process and keep the result.
+    Collective over all ranks of the world; call once per process and keep the result. A group
+    carries the names of its axes as `group_desc`, such as "ep" or "dp/dp_cp", by which NCCL's
+    watchdog and this package's tell of it.
+
+    Args:
+        folding: The degrees.
+        device_type: Of the meshes.
+        timeout: Bounds every collective of the groups; None takes c10d's default.
     """
-    cache: dict[tuple[int, ...], dist.ProcessGroup] = {}
     f = folding
     shapes = {
         ATTENTION_AXES: (f.pp, f.dp, f.cp, f.tp),
@@ -75,19 +83,33 @@ def build_meshes(folding: Folding, device_type: str) -> Meshes:
         DENSE_AXES: (f.pp, f.dp * f.cp, f.tp),
         STAGE_AXES: (f.pp, f.stage_size),
     }
-    views = [_view(axes, shape, device_type, cache) for axes, shape in shapes.items()]
+    grids = {axes: torch.arange(dist.get_world_size()).view(s) for axes, s in shapes.items()}
+    groups = {
+        ranks: _group(ranks, desc="/".join(axes), timeout=timeout)
+        for ranks, axes in _axes_by_ranks(grids).items()
+    }
+    views = [
+        DeviceMesh.from_group(
+            [groups[_my_ranks(grid, dim)] for dim in range(grid.dim())],
+            device_type,
+            mesh=grid,
+            mesh_dim_names=axes,
+        )
+        for axes, grid in grids.items()
+    ]
     return Meshes(folding, *views)
 
 
-def _view(
-    axes: tuple[str, ...],
-    shape: tuple[int, ...],
-    device_type: str,
-    cache: dict[tuple[int, ...], dist.ProcessGroup],
-) -> DeviceMesh:
-    grid = torch.arange(dist.get_world_size()).view(shape)
-    groups = [_shared_group(_my_ranks(grid, dim), cache) for dim in range(grid.dim())]
-    return DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=axes)
+def _axes_by_ranks(
+    grids: Mapping[tuple[str, ...], torch.Tensor],
+) -> dict[tuple[int, ...], list[str]]:
+    """The axes whose groups this rank is in, by rank list: axes with equal lists share one."""
+    found: dict[tuple[int, ...], list[str]] = {}
+    for axes, grid in grids.items():
+        for dim, axis in enumerate(axes):
+            names = found.setdefault(_my_ranks(grid, dim), [])
+            names.extend([axis] if axis not in names else [])
+    return found
 
 
 def _my_ranks(grid: torch.Tensor, dim: int) -> tuple[int, ...]:
@@ -96,18 +118,12 @@ def _my_ranks(grid: torch.Tensor, dim: int) -> tuple[int, ...]:
     return tuple(rows[mine][0].tolist())
 
 
-def _shared_group(
-    ranks: tuple[int, ...], cache: dict[tuple[int, ...], dist.ProcessGroup]
-) -> dist.ProcessGroup:
-    if ranks not in cache:
-        whole_world = len(ranks) == dist.get_world_size()
-        # Local synchronisation: a rank outside the group need not take part, so creation costs the
-        # number of groups a rank is in, not the number in the world.
-        cache[ranks] = (
-            cast("dist.ProcessGroup", dist.group.WORLD)
-            if whole_world
-            else cast(
-                "dist.ProcessGroup", dist.new_group(list(ranks), use_local_synchronization=True)
-            )
-        )
-    return cache[ranks]
+def _group(ranks: tuple[int, ...], *, desc: str, timeout: timedelta | None) -> dist.ProcessGroup:
+    if len(ranks) == dist.get_world_size():
+        return cast("dist.ProcessGroup", dist.group.WORLD)
+    # Local synchronisation: a rank outside the group need not take part, so creation costs the
+    # number of groups a rank is in, not the number in the world.
+    group = dist.new_group(
+        list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=desc
+    )
+    return cast("dist.ProcessGroup", group)

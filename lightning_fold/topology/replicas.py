@@ -7,6 +7,9 @@ tensors are the truth for another.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -19,8 +22,16 @@ _STRIDE = 0x9E3779B97F4A7C15
 def sync_module_states(module: nn.Module) -> None:
     """Copy rank 0's parameters and buffers to all ranks. Collective, before sharding."""
     with torch.no_grad():
-        for tensor in [*module.parameters(), *module.buffers()]:
-            dist.broadcast(tensor.data, src=0)
+        for parameter in module.parameters():
+            dist.broadcast(parameter.data, src=0)
+    sync_buffers(module)
+
+
+def sync_buffers(module: nn.Module) -> None:
+    """Copy rank 0's buffers to all ranks: those of a model without whole parameters. Collective."""
+    with torch.no_grad():
+        for buffer in module.buffers():
+            dist.broadcast(buffer.data, src=0)
 
 
 def seed_token_owners(comm: Comm) -> None:
@@ -40,3 +51,29 @@ def seed_token_owners(comm: Comm) -> None:
         torch.manual_seed((int(seed) + owner * _STRIDE) % 2**63)
     elif device == "cuda":
         torch.cuda.manual_seed(int(seed))
+
+
+def gather_random_states(mapping: str) -> dict[str, Any]:
+    """The generators of all ranks, for a checkpoint. Collective over all ranks.
+
+    Args:
+        mapping: Mapping id; under another one the ranks draw other numbers anyway.
+    """
+    own = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        own["cuda"] = torch.cuda.get_rng_state()
+    states: list[Any] = [own]
+    if dist.get_world_size() > 1:
+        states = [None] * dist.get_world_size()
+        dist.all_gather_object(states, own)
+    return {"mapping": mapping, "states": states}
+
+
+def restore_random_state(saved: Mapping[str, Any] | None, mapping: str) -> None:
+    """Go on with the random numbers of a checkpoint that the same mapping wrote. Local."""
+    if saved is None or saved["mapping"] != mapping:
+        return
+    own = saved["states"][dist.get_rank()]
+    torch.set_rng_state(own["cpu"])
+    if "cuda" in own and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(own["cuda"])

@@ -102,7 +102,7 @@ def run_case(case: Case, folder: Path) -> None:
 
     A mapping that set-up refuses is recorded with its reason: every rank refuses alike.
     """
-    _be_quiet()
+    be_quiet()
     module, recorder = CaseModule(case), Recorder()
     strategy = build_strategy(case)
     trainer = _trainer(case, strategy, recorder)
@@ -126,6 +126,7 @@ def build_strategy(case: Case) -> FoldedMoEStrategy:
         pipeline_parallel_size=folding.pp,
         expert_parallel_size=folding.ep,
         expert_tensor_parallel_size=folding.etp,
+        data_parallel_shard=case.shard,
         save_distributed_checkpoint=False,
     )
 
@@ -166,7 +167,7 @@ def _strategy(trainer: pl.Trainer) -> FoldedMoEStrategy:
     return strategy
 
 
-def _be_quiet() -> None:
+def be_quiet() -> None:
     """Drop Lightning's advice about loaders: the log of a rank is shown when it fails."""
     warnings.filterwarnings("ignore", module="lightning")
     for name in ("lightning.pytorch", "lightning.fabric"):

@@ -24,6 +24,7 @@ class Case:
         clip: Whether gradients are clipped, which hides a factor common to all of them.
         precision: "64", or "32", which alone sees some faults of reductions.
         mutation: Fault to inject, by its name in `mutations`; empty for none.
+        shard: See `FoldedConfig.data_parallel_shard`.
     """
 
     model: str
@@ -31,6 +32,7 @@ class Case:
     clip: bool = False
     precision: Literal["64", "32"] = "64"
     mutation: str = ""
+    shard: Literal["optimizer", "full"] = "optimizer"
 
     @property
     def folding(self) -> Folding:
@@ -45,8 +47,9 @@ class Case:
     @property
     def key(self) -> str:
         """Name of the case in folders, tables and test ids."""
+        full = ".full" if self.shard == "full" else ""
         mutated = f".{self.mutation}" if self.mutation else ""
-        return f"{self.mapping}.{self.model}.{self._options}{mutated}"
+        return f"{self.mapping}.{self.model}.{self._options}{full}{mutated}"
 
     @property
     def _options(self) -> str:
@@ -111,6 +114,8 @@ QUICK = (
     Case("decoder", _TP1_ETP2),
     Case("mixtral-tied", _DATA_4),
     Case("decoder", _DATA_4, clip=True),
+    Case("qwen3_moe", _DATA_4, shard="full"),
+    Case("decoder-tied", _TP2_ETP2, shard="full"),
 )
 """What every test run sees: two mappings of 2 ranks, five of 4."""
 
@@ -140,6 +145,7 @@ def full(world: int) -> list[Case]:
     # From the middle, where tp and dp are both there: gradients are then summed over every mesh.
     middle = telling[len(telling) // 2]
     cases += [Case(model, middle, precision="32") for model in MAIN_MODELS]
+    cases += [Case(model, middle, clip=True, shard="full") for model in MAIN_MODELS]
     return cases
 
 

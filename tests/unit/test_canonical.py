@@ -31,6 +31,13 @@ def _canonical(module: nn.Module, *, is_writer: bool = True) -> Canonical:
     return Canonical(module, halved=[NAME], is_writer=is_writer)
 
 
+def _load(live: nn.Module, state: dict[str, torch.Tensor], *, strict: bool = True) -> None:
+    canonical, tensors = _canonical(live), live.state_dict()
+    shapes = {name: (canonical.live_shape(name, t), t.dtype) for name, t in state.items()}
+    canonical.check("x.ckpt", shapes, live=tensors, strict=strict)
+    canonical.load_model(state, live=tensors)
+
+
 def _train(module: nn.Module, kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
     optimizer = kind(module.parameters(), lr=0.1)
     for param in module.parameters():
@@ -61,7 +68,7 @@ def test_consolidated_tensors_are_copies() -> None:
 
 def test_weights_return_to_the_live_shape() -> None:
     live = _live(seed=5)
-    _canonical(live).load_model(_user().state_dict(), strict=True)
+    _load(live, _user().state_dict())
     assert torch.equal(live.experts.gate_up_proj, _live().experts.gate_up_proj)
 
 
@@ -90,27 +97,23 @@ def test_moments_return_to_the_live_shape() -> None:
 def test_a_checkpoint_of_another_model_is_refused() -> None:
     live, state = _live(), _user().state_dict()
     with pytest.raises(ValueError, match=r"1 names are missing \(norm.bias\) and 1 are unknown"):
-        _canonical(live).load_model(
-            {k.replace("norm.bias", "norm.shift"): v for k, v in state.items()}, strict=True
-        )
-    with pytest.raises(ValueError, match=r"norm.weight: the checkpoint holds shape \(5,\)"):
-        _canonical(live).load_model({**state, "norm.weight": torch.ones(5)}, strict=True)
+        _load(live, {k.replace("norm.bias", "norm.shift"): v for k, v in state.items()})
+    with pytest.raises(ValueError, match=r"norm.weight has shape \(5,\) there and \(4,\) here"):
+        _load(live, {**state, "norm.weight": torch.ones(5)})
 
 
 def test_a_misfit_leaves_the_module_as_it_was() -> None:
     live = _live(seed=5)
     before = {name: value.clone() for name, value in live.state_dict().items()}
-    with pytest.raises(ValueError, match="written by another model"):
-        _canonical(live).load_model(
-            {**_user().state_dict(), "norm.bias": torch.ones(5)}, strict=True
-        )
+    with pytest.raises(ValueError, match="Another model wrote it"):
+        _load(live, {**_user().state_dict(), "norm.bias": torch.ones(5)})
     for name, value in live.state_dict().items():
         assert torch.equal(value, before[name])
 
 
 def test_names_may_miss_when_loading_is_not_strict() -> None:
     live = _live()
-    _canonical(live).load_model({"norm.weight": torch.full((4,), 3.0)}, strict=False)
+    _load(live, {"norm.weight": torch.full((4,), 3.0)}, strict=False)
     assert live.norm.weight.tolist() == [3.0] * 4
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import nn
 from torchmetrics import MeanMetric, SumMetric
 
@@ -65,22 +66,6 @@ def test_a_foreign_parameter_is_refused() -> None:
         compat.rebind_stale_parameters(optimizer, current={}, names_before={})
 
 
-@pytest.mark.parametrize(
-    ("saved", "wanted", "reason"),
-    [(0, 1, "save_weights_only=True"), (1, 2, "states of 1 optimizers, .* gives 2")],
-)
-def test_checkpoints_without_the_wanted_optimizers_are_refused(
-    saved: int, wanted: int, reason: str
-) -> None:
-    with pytest.raises(ValueError, match=reason):
-        compat.check_optimizer_states(Path("x.ckpt"), saved=saved, wanted=wanted)
-
-
-def test_checkpoints_may_hold_optimizers_that_nobody_wants() -> None:
-    compat.check_optimizer_states(Path("x.ckpt"), saved=2, wanted=0)
-    compat.check_optimizer_states(Path("x.ckpt"), saved=2, wanted=2)
-
-
 def test_metrics_sync_over_the_given_ranks_and_can_be_copied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -100,3 +85,14 @@ def test_metrics_sync_over_the_given_ranks_and_can_be_copied(
     assert float(metric.compute()) == 2.0
     assert asked == [peers]
     assert module.own.dist_sync_fn is None
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "wants"),
+    [("runs/x.ckpt", None, False), ("s3://bucket/x.ckpt", None, True), ("x.ckpt", {}, True)],
+)
+def test_remote_storage_and_options_go_through_a_checkpoint_plugin(
+    path: str, options: Any, wants: bool
+) -> None:
+    assert compat.wants_own_io(TorchCheckpointIO(), path, options) is wants
+    assert compat.wants_own_io(AsyncCheckpointIO(), path, options)

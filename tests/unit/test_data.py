@@ -241,3 +241,30 @@ def test_small_default_validation_side_is_refused() -> None:
 def test_impossible_options_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TextDataModule(**options)
+
+
+def test_one_line_of_50_megabytes_is_a_text_as_any_other(folder: Path) -> None:
+    (folder / "line.json").write_bytes(b"[" + b"0," * 25_000_000 + b"0]")
+    module = loaded(folder, seq_len=1024, batch_size=8)
+    assert module.describe()["train"]["bytes"] + module.describe()["validation"]["bytes"] > 5e7
+
+
+def test_empty_files_are_refused_only_where_nothing_else_is_there(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(ValueError, match=r"1 files under paths=.*all empty.*Change `paths`"):
+        read_paths([str(tmp_path)])
+    (tmp_path / "b.txt").write_text("b")
+    assert [file.content for file in read_paths([str(tmp_path)])] == [b"", b"b"]
+
+
+def test_a_file_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("a")
+
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(ValueError, match=r"a\.txt cannot be read: Permission denied\..*`paths`"):
+        read_paths([str(tmp_path)])

@@ -16,14 +16,18 @@ OWNERS = {
         "lightning_fold/__init__.py",
         "lightning_fold/strategy.py",
         "lightning_fold/ranks.py",
+        "lightning_fold/saving.py",
         "lightning_fold/compat.py",
         "lightning_fold/precision.py",
         "lightning_fold/module.py",
         "lightning_fold/data.py",
         "lightning_fold/loaders.py",
+        "lightning_fold/sampling.py",
+        "lightning_fold/faults/",
         "lightning_fold/cli.py",
         "lightning_fold/callbacks/",
         "lightning_fold/verify/harness.py",
+        "lightning_fold/verify/resharding.py",
     ),
     "transformers": ("lightning_fold/model/", "lightning_fold/verify/cases.py"),
     "triton": ("fold_kernels/",),
@@ -42,6 +46,7 @@ LAYERS = (
     (
         "strategy",
         "ranks",
+        "saving",
         "compat",
         "precision",
         "module",
@@ -49,8 +54,17 @@ LAYERS = (
         "data",
         "loaders",
         "sampling",
+        "faults",
     ),
-    ("cli", "cli_config", "cli_errors", "callbacks", "verify", "planner"),
+    (
+        "cli",
+        "cli_checkpoint",
+        "cli_config",
+        "cli_errors",
+        "callbacks",
+        "verify",
+        "planner",
+    ),
 )
 LAYER_OF = {unit: depth for depth, units in enumerate(LAYERS) for unit in units}
 
@@ -59,6 +73,7 @@ READ_ENVIRONMENT = (
     "fold_kernels/backend.py",
     "lightning_fold/strategy.py",
     "lightning_fold/cli_errors.py",
+    "lightning_fold/faults/launcher.py",
     # Start processes, whose environment they have to write.
     "lightning_fold/verify/launch.py",
     "lightning_fold/verify/worker.py",

@@ -50,11 +50,14 @@ OTHERS: dict[int, tuple[str, ...]] = {
         "refused@ep2", "refused@tp2", "resume-sharded_grouped@ep2", "resume-sharded_adamw@tp2ep2",
         "resume-whole_two_optimizers@tp2ep2", "resume-whole_grouped@ep2", "written-adamw@tp2ep2",
         "written-grouped@ep2", "early-sharded@ep2", "weights_only-sharded@ep2",
-        "weights_only-whole@ep2",
+        "weights_only-whole@ep2", "written-adamw@ddp", "written-grouped@ddp",
+        "adopted-2_adamw_ddp@tp2ep2", "rotated-behind@ep2", "rotated-behind_whole@ep2",
+        "dropped-sharded@tp2ep2", "dropped-whole@tp2ep2",
+        "held-full@dp2", "held-optimizer@dp2",
     ),
     4: (
         "tokens@ep2etp2", "tokens@dp4", "tokens@tp2ep4", "resume-whole_narrow@tp2ep2",
-        "resume-sharded_narrow@tp2ep2", "generate-25@tp2ep4",
+        "resume-sharded_narrow@tp2ep2", "generate-25@tp2ep4", "adopted-2_grouped_ddp@tp4ep4",
     ),
 }  # fmt: skip
 PLAIN = (

@@ -21,7 +21,8 @@ def two(contract_root: Path, request: pytest.FixtureRequest) -> Run:
 
 
 @pytest.fixture(scope="session")
-def four(contract_root: Path, request: pytest.FixtureRequest) -> Run:
+def four(contract_root: Path, request: pytest.FixtureRequest, two: Run) -> Run:
+    """Comes after `two`, whose checkpoints it reads."""
     return _run(4, contract_root, request)
 
 

@@ -70,6 +70,72 @@ def adopted(context: Context) -> dict[str, Any]:
     return {"after": whole(trainer, dict(module.named_parameters())), "steps": trainer.global_step}
 
 
+class Watch(pl.Callback):
+    """Counts the whole checkpoints on disk whenever a batch begins."""
+
+    def __init__(self, folder: Path, form: str) -> None:
+        self.folder, self.form = folder, form
+        self.whole: list[int] = []
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        found = list(self.folder.glob("*.ckpt"))
+        if self.form == "sharded":
+            found = [path for path in found if (path / "manifest.json").exists()]
+        self.whole.append(len(found))
+
+
+def rotated(context: Context) -> dict[str, Any]:
+    """Saves behind training, one kept: there is always a whole one once there was one."""
+    sharded = not context.option.endswith("whole")
+    keep = ModelCheckpoint(
+        context.folder / "kept", every_n_train_steps=1, save_top_k=1, monitor="step", mode="max"
+    )
+    watch = Watch(context.folder / "kept", "sharded" if sharded else "whole")
+    trainer = context.trainer(
+        max_epochs=2,
+        strategy=context.strategy(save_distributed_checkpoint=sharded, async_save=True),
+        callbacks=[keep, watch],
+        enable_checkpointing=True,
+    )
+    option = OPTIONS["adamw"]
+    module = _module(context, option)
+    trainer.fit(module)
+    after = whole(trainer, dict(module.named_parameters()))
+    again = _module(context, option, seed=77)
+    resumed = _trainer(context, epochs=2, sharded=sharded)
+    resumed.fit(again, ckpt_path=keep.best_model_path)
+    return {
+        "files": sorted(p.name for p in (context.folder / "kept").iterdir()),
+        "whole": watch.whole,
+        "after": after,
+        "resumed": whole(resumed, dict(again.named_parameters())),
+        "steps": trainer.global_step,
+    }
+
+
+def dropped(context: Context) -> dict[str, Any]:
+    """With dropout, a resumed run draws what an uninterrupted one draws."""
+    sharded = context.option == "sharded"
+    option = OPTIONS["adamw"]
+
+    def module(seed: int) -> Lit:
+        model = mixtral(seed=seed, attention_dropout=0.3)
+        return option.kind(model, parts=parts_of(context), **option.lit)
+
+    whole_run = _trainer(context, epochs=2, sharded=sharded)
+    first = module(5)
+    whole_run.fit(first)
+    half = _trainer(context, epochs=1, sharded=sharded)
+    half.fit(module(5))
+    half.save_checkpoint(context.folder / "half.ckpt")
+    second, resumed = module(77), _trainer(context, epochs=2, sharded=sharded)
+    resumed.fit(second, ckpt_path=str(context.folder / "half.ckpt"))
+    return {
+        "uninterrupted": whole(whole_run, dict(first.named_parameters())),
+        "resumed": whole(resumed, dict(second.named_parameters())),
+    }
+
+
 class Early(pl.Callback):
     """Saves before the first step and after it."""
 

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric, SumMetric
 
@@ -129,6 +130,24 @@ def reshard(context: Context) -> dict[str, Any]:
             param.mul_(0.5)
     (second,) = trainer.validate(module, verbose=False)
     return {"first": first["val_loss"], "second": second["val_loss"]}
+
+
+class Held(Lit):
+    """Counts the parameters of its layers that are whole, between forward and backward."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        layers = [p for name, p in self.model.named_parameters() if ".layers." in name]
+        self.held = sum(not isinstance(p, DTensor) for p in layers) / len(layers)
+        return loss
+
+
+def held(context: Context) -> dict[str, Any]:
+    """Which parameters stay gathered. Option: a value of data_parallel_shard."""
+    module = Held(mixtral())
+    shard = context.strategy(data_parallel_shard=context.option)
+    context.trainer(strategy=shard, accumulate_grad_batches=2).fit(module)
+    return {"held": module.held}
 
 
 class Logging(Lit):

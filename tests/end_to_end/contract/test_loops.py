@@ -53,6 +53,11 @@ def test_validation_sees_shards_that_were_written_in_place(two: Run, plain: Run)
     assert abs(run["second"] - run["first"]) > 1e-2
 
 
+def test_full_shards_free_every_layer_between_forward_and_backward(two: Run) -> None:
+    assert [rank["held"] for rank in two.ranks("held-full@dp2")] == [0.0, 0.0]
+    assert two("held-optimizer@dp2")["held"] == 1.0
+
+
 @pytest.mark.parametrize("mapping", ["dp2", "tp2"])
 def test_synced_logs_and_metrics_count_every_sample_once(mapping: str, two: Run) -> None:
     for rank in two.ranks(f"logging@{mapping}"):

@@ -22,6 +22,7 @@ MAPPINGS: dict[str, dict[str, int]] = {
     "plain": {},
     "plain2": {},
     "plain4": {},
+    "ddp": {},
     "dp2": {},
     "dp4": {},
     "ep2": {"expert_parallel_size": 2},
@@ -60,9 +61,9 @@ class Context:
     option: str
 
     def strategy(self, **options: Any) -> Any:
-        """A strategy of this mapping; "auto" for plain Lightning."""
-        if self.world == 0:
-            return "auto"
+        """A strategy of this mapping; "auto" or "ddp" for plain Lightning."""
+        if self.world == 0 or self.mapping == "ddp":
+            return "auto" if self.world == 0 else "ddp"
         return FoldedMoEStrategy(**{**MAPPINGS[self.mapping], **options})
 
     def trainer(self, **options: Any) -> pl.Trainer:

@@ -1,0 +1,124 @@
+"""`init_from`: weights of a file into a model that is folded and sharded already.
+
+Owns the match between names in the file and names of the LightningModule. Each rank reads its own
+part of every tensor and no rank sends any. Optimizers are not touched, and a resumed run reads
+its checkpoint elsewhere.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from lightning_fold.checkpoint.owned import fill_owned
+from lightning_fold.checkpoint.tensor_entry import TensorEntry
+from lightning_fold.checkpoint.tensor_file import TensorFile, open_tensors
+
+_PER_EXPERT = re.compile(r"experts\.\d+\.(\w+)")
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """A file whose names and shapes fit a model.
+
+    Attributes:
+        file: The opened file.
+        sources: Name in the file by name in the LightningModule; one name of tied parameters.
+        covered: Names in the LightningModule that get their values, all those of tied ones.
+    """
+
+    file: TensorFile
+    sources: Mapping[str, str]
+    covered: frozenset[str]
+
+
+def find_initial(
+    path: str, module: nn.Module, *, core: str, halved: Collection[str]
+) -> InitialWeights:
+    """Open `path` and match it with the folded `module`, on meta or not. Local.
+
+    Args:
+        path: A file or folder as `open_tensors` takes it. Its names are those of
+            `module.state_dict()`, or those of the core's, which leave its prefix out; then what
+            lies beside the core keeps its values.
+        module: The LightningModule.
+        core: Attribute of the core.
+        halved: Names of live [E, 2, F, D] parameters.
+
+    Raises:
+        ValueError: Names, shapes or kinds of dtype do not fit, or the file is damaged.
+    """
+    file = open_tensors(path)
+    live = {k: v for k, v in module.state_dict().items() if isinstance(v, Tensor)}
+    prefix = _prefix(file.entries, live, core)
+    wanted = {name for name in live if name.startswith(prefix)}
+    sources = {prefix + name: name for name in file.entries}
+    tied = _tied_names(module)
+    covered = {alias for name in sources for alias in tied.get(name, (name,))}
+    missing, unknown = sorted(wanted - covered), sorted(sources.keys() - live.keys())
+    if missing or unknown:
+        raise ValueError(_explain_names(path, missing, [sources[name] for name in unknown]))
+    for name, source in sources.items():
+        _check(file.entries[source], source, live[name], halved=name in halved)
+    return InitialWeights(file, sources, frozenset(covered))
+
+
+def load_initial(weights: InitialWeights, module: nn.Module, *, halved: Collection[str]) -> None:
+    """Read this rank's part of every tensor into `module`, cast to its dtypes. Local."""
+    live = module.state_dict()
+    for name, source in weights.sources.items():
+        fill_owned(weights.file, source, live[name], halved=name in halved)
+
+
+def _prefix(stored: Iterable[str], live: Mapping[str, Tensor], core: str) -> str:
+    """The prefix that the file leaves out; the one that fits more names, none if in doubt."""
+    stored = list(stored)
+    plain = sum(name in live for name in stored)
+    inside = sum(f"{core}.{name}" in live for name in stored)
+    return f"{core}." if inside > plain else ""
+
+
+def _tied_names(module: nn.Module) -> dict[str, list[str]]:
+    by_param: dict[int, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        by_param.setdefault(id(param), []).append(name)
+    return {name: names for names in by_param.values() for name in names}
+
+
+def _check(stored: TensorEntry, name: str, live: Tensor, *, halved: bool) -> None:
+    shape = tuple(live.shape)
+    if halved and len(shape) == 4:
+        shape = (shape[0], shape[1] * shape[2], shape[3])
+    if stored.shape not in (shape, tuple(live.shape)):
+        raise ValueError(
+            f"{stored.path}: {name} has shape {stored.shape}, the model has {shape}. It belongs to "
+            "another model. Change `init_from`."
+        )
+    floats = stored.dtype.is_floating_point and live.dtype.is_floating_point
+    if stored.dtype != live.dtype and not floats:
+        raise ValueError(
+            f"{stored.path}: {name} is {stored.dtype}, the model has {live.dtype}, and only "
+            "floating-point numbers are converted. Change `init_from`."
+        )
+
+
+def _explain_names(path: str, missing: list[str], unknown: list[str]) -> str:
+    apart = [found for name in unknown if (found := _PER_EXPERT.search(name))]
+    reason = "It belongs to another model."
+    if apart:
+        reason = (
+            f"It stores every expert by itself (`{apart[0][0]}`), as Hugging Face writes models, "
+            "and the model in memory stacks them (`experts.gate_up_proj`). Load it with "
+            "transformers once and save the model's `state_dict()`."
+        )
+    return (
+        f"{path} does not fit the model: {len(missing)} names are missing{_first(missing)} and "
+        f"{len(unknown)} are unknown{_first(unknown)}. {reason} Change `init_from`."
+    )
+
+
+def _first(names: list[str]) -> str:
+    return f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" if names else ""
