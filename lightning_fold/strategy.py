@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 import __main__
 from lightning_fold import compat, precision
-from lightning_fold.checkpoint.tensor_file import open_tensors
+from lightning_fold.checkpoint.initial import open_initial
 from lightning_fold.config import FoldedConfig, checked_names
 from lightning_fold.model.fold import FoldedModel, fold_model
 from lightning_fold.model.materialise import parameters_on_meta
@@ -128,7 +128,7 @@ class FoldedMoEStrategy(SavingStrategy):
         # An illegal mapping or a bad file is refused before any process starts.
         _ = self.folding
         if self.config.init_from is not None:
-            open_tensors(self.config.init_from)
+            open_initial(self.config.init_from)
         if not environment.creates_processes_externally:
             compat.check_relaunch(self.num_processes, getattr(__main__, "__file__", None))
         self._launcher = self._guard.launch_with(self)

@@ -35,6 +35,18 @@ class InitialWeights:
     covered: frozenset[str]
 
 
+def open_initial(path: str) -> TensorFile:
+    """Open the file of `init_from`. Local.
+
+    Raises:
+        ValueError: It cannot be read or is damaged.
+    """
+    try:
+        return open_tensors(path)
+    except ValueError as error:
+        raise ValueError(f"{str(error).rstrip('.')}. Change `init_from`.") from error
+
+
 def find_initial(
     path: str, module: nn.Module, *, core: str, halved: Collection[str]
 ) -> InitialWeights:
@@ -51,7 +63,7 @@ def find_initial(
     Raises:
         ValueError: Names, shapes or kinds of dtype do not fit, or the file is damaged.
     """
-    file = open_tensors(path)
+    file = open_initial(path)
     live = {k: v for k, v in module.state_dict().items() if isinstance(v, Tensor)}
     prefix = _prefix(file.entries, live, core)
     wanted = {name for name in live if name.startswith(prefix)}

@@ -67,7 +67,7 @@ class FoldedModel:
 def fold_model(
     module: nn.Module, *, comm: Comm, dispatcher: str, frees_after_forward: bool = False
 ) -> FoldedModel:
-    """Fold the model in `module`. Every rank calls it with equal weights.
+    """Fold the model in `module`. Every rank calls it with equal weights, or on meta.
 
     Args:
         module: The LightningModule.

@@ -57,7 +57,7 @@ def choose_dispatcher(name: str, comm: Comm) -> Dispatcher[Any]:
 def shard_parameter(
     param: nn.Parameter, mesh: DeviceMesh, placements: Sequence[Shard]
 ) -> nn.Parameter:
-    """This rank's shard of a parameter that is whole and equal on every rank. Sends nothing."""
+    """This rank's shard of a parameter that every rank has, whole or on meta. Sends nothing."""
     local: Tensor = param.detach()
     for axis, placement in enumerate(placements):
         # torch.chunk, as DTensor does: an uneven vocabulary gets uneven shards, possibly empty

@@ -45,6 +45,7 @@ EVERY = 2
 # Steps after the last kill, and the steps of a run that nobody stops in time.
 TAIL, ENDLESS = 4, 1_000_000
 START_S, END_S = 120.0, 30.0
+# An epoch of some twenty steps, so that kills fall into several.
 TEXTS = [str(Path(email.__file__).with_name(name)) for name in ("[a-h]*.py", "q*.py")]
 
 
@@ -196,7 +197,7 @@ def fit(folder: Path, diary: Diary, *, rank: int, steps: int) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    data = TextDataModule(TEXTS, seq_len=63, batch_size=8)
+    data = TextDataModule(TEXTS, seq_len=63, batch_size=32)
     trainer.fit(module, data, ckpt_path="last")
     weights = strategy.consolidate(dict(module.named_parameters()))
     if rank == 0:

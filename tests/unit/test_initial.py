@@ -130,3 +130,10 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, saved: State, message: str
         loaded(tmp_path, saved, module)
     assert str(caught.value).endswith("Change `init_from`.")
     assert all(torch.equal(before[n], t) for n, t in module.state_dict().items())
+
+
+def test_file_that_cannot_be_read_names_the_field(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"a\.pt cannot be read: No such .*\. Change `init_from`\.$"
+    ):
+        find_initial(str(tmp_path / "a.pt"), Module(), core="model", halved=())
