@@ -36,7 +36,7 @@ from lightning_fold.cli_checkpoint import run_convert, run_inspect
 from lightning_fold.cli_config import CommandParser, check_arguments, explain_parse_error
 from lightning_fold.cli_errors import PROGRAM, UsageError, end_with, relayed
 from lightning_fold.model.fold import check_model
-from lightning_fold.model.materialise import parameters_on_meta
+from lightning_fold.model.on_meta import parameters_on_meta
 from lightning_fold.strategy import FoldedMoEStrategy
 from lightning_fold.topology.doctor import (
     DEGREE_FIELDS,

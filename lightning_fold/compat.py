@@ -12,7 +12,11 @@ from typing import Any
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
@@ -24,13 +28,21 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 FUSED_OK = (Adam, AdamW)
 
 
-def check_trainer(trainer: Trainer) -> None:
+def check_trainer(trainer: Trainer, *, async_save: bool = False) -> None:
     """Refuse Trainer features that would corrupt a sharded model without an error.
 
     Raises:
-        ValueError: Weight averaging, or a logger that runs the model on one rank.
+        ValueError: Weight averaging, a logger that runs the model on one rank, or a link to
+            checkpoints that are written behind training.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        link = isinstance(callback, ModelCheckpoint) and callback.save_last == "link"
+        if async_save and link:
+            raise ValueError(
+                "async_save=True writes a checkpoint behind training, and save_last='link' would "
+                "point last.ckpt to one that is not whole yet. Legal with async_save: True, False. "
+                " Change `save_last`."
+            )
         if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
             raise ValueError(
                 f"{type(callback).__name__} keeps whole copies of the model beside it, and a "

@@ -34,7 +34,7 @@ from lightning_fold import compat, precision
 from lightning_fold.checkpoint.initial import open_initial
 from lightning_fold.config import FoldedConfig, checked_names
 from lightning_fold.model.fold import FoldedModel, fold_model
-from lightning_fold.model.materialise import parameters_on_meta
+from lightning_fold.model.on_meta import parameters_on_meta
 from lightning_fold.model.weights import WeightSource, fold_with_weights, starts_on_meta
 from lightning_fold.params import Family
 from lightning_fold.saving import SavingStrategy
@@ -155,7 +155,7 @@ class FoldedMoEStrategy(SavingStrategy):
         """Fold and shard the model once, then build optimizers if fitting. Collective."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        compat.check_trainer(trainer)
+        compat.check_trainer(trainer, async_save=self.config.async_save)
         module = self._module
         if self._store is None or self._store.module is not module:
             self._fold(module)

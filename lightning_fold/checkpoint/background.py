@@ -37,11 +37,6 @@ class Background:
         else:
             self._doomed.append(path)
 
-    def poll(self) -> None:
-        """Delete what waits for a save that has ended meanwhile."""
-        if self._running is not None and self._running.done():
-            self.wait()
-
     def wait(self) -> None:
         """Wait for the save under way and for the deletions that hang on it.
 

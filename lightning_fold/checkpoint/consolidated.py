@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fold.checkpoint.files import check_space, clear_partial, partial_of, publish
+from lightning_fold.checkpoint.files import (
+    check_space,
+    clear_partial,
+    make_folder,
+    partial_of,
+    publish,
+)
 from lightning_fold.checkpoint.peers import Peers, last_line
 from lightning_fold.checkpoint.tensor_entry import TensorEntry, read_entry
 from lightning_fold.checkpoint.tensor_file import open_tensors
@@ -30,7 +36,7 @@ def write_file(path: Path, checkpoint: Mapping[str, Any]) -> None:
     Raises:
         OSError: It could not be written. An earlier checkpoint of that name is untouched.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     clear_partial(path)
     check_space(path, num_bytes_of(checkpoint))
     partial = partial_of(path)

@@ -26,7 +26,7 @@ def partial_of(path: Path) -> Path:
 
 def publish(partial: Path, path: Path) -> None:
     """Give a complete checkpoint its final name, in place of what bears it now."""
-    sync_folder(partial.parent)
+    sync_folder(partial if partial.is_dir() else partial.parent)
     if not os.path.lexists(path) or (partial.is_file() and not path.is_dir()):
         partial.replace(path)
         sync_folder(path.parent)
@@ -72,12 +72,29 @@ def check_space(path: Path, num_bytes: int) -> None:
     """
     folder = next(p for p in (path, *path.parents) if p.is_dir())
     free = shutil.disk_usage(folder).free
-    if num_bytes + _SLACK > free:
+    needed = num_bytes + _SLACK
+    if needed > free:
         raise OSError(
             errno.ENOSPC,
-            f"it needs {num_bytes / 2**20:,.1f} MiB, {free / 2**20:,.1f} MiB are free under "
+            f"it needs {needed / 2**20:,.1f} MiB, {free / 2**20:,.1f} MiB are free under "
             f"{folder}. Free space, keep fewer checkpoints (`save_top_k`) or change `dirpath`",
         )
+
+
+def make_folder(folder: Path) -> None:
+    """Create the folder that checkpoints go into.
+
+    Raises:
+        OSError: It cannot be; says what to change.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{folder} cannot be created: {error.strerror}. Change `dirpath` or the folder's "
+            "permissions",
+        ) from error
 
 
 def checksum(path: Path) -> int:

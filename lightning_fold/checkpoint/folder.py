@@ -11,6 +11,7 @@ The mapping that wrote a folder is noted in its meta and does not matter to the 
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 import warnings
@@ -29,7 +30,14 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from lightning_fold.checkpoint.files import check_space, clear_partial, partial_of, publish, recover
+from lightning_fold.checkpoint.files import (
+    check_space,
+    clear_partial,
+    make_folder,
+    partial_of,
+    publish,
+    recover,
+)
 from lightning_fold.checkpoint.manifest import (
     MANIFEST,
     entries_of,
@@ -152,7 +160,7 @@ def _stored_bytes(tensors: Mapping[str, Tensor], *, is_writer: bool) -> int:
 
 
 def _prepare(path: Path, num_bytes: int) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     recover(path)
     clear_partial(path)
     check_space(path, num_bytes)
@@ -194,7 +202,10 @@ def _own_entries(partial: Path, rank: int) -> Any:
 
 def _complete(path: Path, meta: Mapping[str, Any], own: list[Any]) -> None:
     partial = partial_of(path)
-    torch.save(dict(meta), partial / META)
+    with (partial / META).open("wb") as file:
+        torch.save(dict(meta), file)
+        file.flush()
+        os.fsync(file.fileno())
     entries = entries_of(partial, [META, INDEX])
     for more in own:
         entries |= more

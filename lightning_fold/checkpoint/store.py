@@ -89,6 +89,8 @@ class CheckpointStore:
             folder.write_folder(path, tensors=tensors, meta=meta, peers=self.peers)
             return
         self._background.wait()
+        # What can be told at once is: the thread's errors come with the next save.
+        self.peers.on_writer(lambda: files.make_folder(path.parent), what=f"saving {path}")
         staged = BlockingAsyncStager().stage(tensors)
         self._background.start(
             lambda: folder.write_folder(path, tensors=staged, meta=meta, peers=peers)

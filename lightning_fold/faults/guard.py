@@ -90,7 +90,7 @@ class Guard:
         self._watch = self._trainer = None
         launcher = self.launcher
         if launcher is not None and launcher.is_ending:
-            launcher.stop_children(patience_s=LEAVE_S if self._story else GRACE_S)
+            launcher.stop_children(patience_s=LEAVE_S if self._interrupt.agreed else GRACE_S)
         if self._story:
             sys.stdout.flush()
             print(f"lightning-fold: {self._story}", file=sys.stderr, flush=True)
@@ -125,10 +125,11 @@ class Guard:
     def _on_death(self, local_rank: int, how: str) -> bool:
         if self._interrupt.agreed:
             return True
-        if self._watch is None:
-            return False
-        self._watch.child_died(self._first_rank + local_rank, how)
-        return True
+        # Another thread may close this.
+        watch = self._watch
+        if watch is not None:
+            watch.child_died(self._first_rank + local_rank, how)
+        return watch is not None
 
     def _host(self) -> Host:
         launcher = self.launcher

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,39 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_fold.checkpoint.owned import owned_index
 from lightning_fold.checkpoint.tensor_entry import DimIndex
-
-
-@contextmanager
-def parameters_on_meta() -> Generator[None, None, None]:
-    """Move every parameter to meta as a module takes it; buffers keep the values they are given.
-
-    Unlike `torch.device("meta")`, which leaves rotary tables, masks and metrics without values. At
-    most one parameter is real at a time, and untouched memory of one costs nothing.
-    """
-    # A tensor that two modules take stays one parameter.
-    taken: Any = WeakTensorKeyDictionary()
-
-    def to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
-        if type(param) is not nn.Parameter or param.is_meta:
-            return None
-        if param not in taken:
-            twin = nn.Parameter(param.detach().to("meta"), param.requires_grad)
-            twin.__dict__.update(param.__dict__)
-            taken[param] = twin
-        meta: nn.Parameter = taken[param]
-        return meta
-
-    # The stub says that the hook returns None; its documentation allows a parameter.
-    handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        handle.remove()
+from lightning_fold.model.on_meta import INITIALISERS, values_set_outside
 
 
 class Skeleton:
@@ -63,12 +33,17 @@ class Skeleton:
     Args:
         module: The LightningModule, in its final dtypes, before folding.
 
+    Attributes:
+        root: The twin of `module`.
+        written: Where the value of a parameter is set, by name, if by no initialiser.
+
     Raises:
         ValueError: A parameter has values already, or a plain attribute is a tensor without.
     """
 
     def __init__(self, module: nn.Module) -> None:
         _check_on_meta(module)
+        self.written = values_set_outside(module)
         self.root = _twin(module, {}, {})
 
     def chain(self, name: str) -> list[nn.Module]:
@@ -112,6 +87,7 @@ def materialise(module: nn.Module, skeleton: Skeleton, *, draw: Draw, device: to
         for name, param in list(module.named_parameters()):
             local = torch.empty(_local(param).shape, dtype=param.dtype, device=device)
             if name not in draw.given:
+                _check_unwritten(name, skeleton)
                 _fill(local, name, owned_index(param), skeleton, draw)
             real = nn.Parameter(_like(param, local), param.requires_grad)
             for owner, key in places[id(param)]:
@@ -120,6 +96,16 @@ def materialise(module: nn.Module, skeleton: Skeleton, *, draw: Draw, device: to
             _fill_buffers(owner, name, skeleton, draw, device)
     finally:
         torch.set_rng_state(state)
+
+
+def _check_unwritten(name: str, skeleton: Skeleton) -> None:
+    if where := skeleton.written.get(name):
+        raise ValueError(
+            f"{name}: its value is set at {where}, and under meta_init=True values come from "
+            "initialisers alone, which would give it another. Move that into an "
+            "`init_weights(module)` of the model or a `reset_parameters()` of the module, or leave "
+            "`meta_init` out."
+        )
 
 
 def _check_on_meta(module: nn.Module) -> None:
@@ -292,7 +278,7 @@ def _attempts(chain: list[nn.Module]) -> list[list[Callable[[], Any]]]:
 def _model_initialiser(chain: list[nn.Module]) -> list[Callable[[], Any]]:
     """The nearest initialiser of modules, on all from the innermost to its own, as `apply` does."""
     for depth, module in enumerate(chain):
-        for attribute in ("_init_weights", "init_weights"):
+        for attribute in INITIALISERS:
             method = getattr(module, attribute, None)
             if callable(method) and _takes_module(method):
                 return [partial(method, inner) for inner in chain[: depth + 1]]

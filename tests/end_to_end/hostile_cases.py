@@ -337,7 +337,7 @@ CHECKPOINTS = [
     ),
     Case(
         "checkpoints into a place that cannot be written",
-        r"saving .*/proc/.* failed on rank 0: .*",
+        r"saving .*/proc/.* failed on rank 0: .*cannot be created.*Change `dirpath`",
         {
             "trainer.devices": 1,
             "trainer.enable_checkpointing": True,

@@ -32,7 +32,6 @@ class Run:
 
     process: subprocess.Popen[bytes]
     folder: Path
-    begun: float
 
     @property
     def log(self) -> str:
@@ -77,7 +76,7 @@ def started(command: list[str], folder: Path) -> Iterator[Run]:
             stderr=log,
             start_new_session=True,
         )
-    run = Run(process, folder, time.monotonic())
+    run = Run(process, folder)
     try:
         yield run
         assert not outlives(process.pid), "a process is left"
@@ -188,6 +187,7 @@ def interrupted(run: Run, *signals: tuple[int, signal.Signals], status: int) -> 
     return int(told[0][2])
 
 
+@pytest.mark.slow
 def test_a_signal_saves_once_and_the_run_resumes_there(tmp_path: Path) -> None:
     checkpoint = str(tmp_path / "checkpoints" / "interrupted.ckpt")
     with started(script("train"), tmp_path) as run:
@@ -211,7 +211,6 @@ def test_a_signal_to_another_rank_counts_and_two_signals_save_once(tmp_path: Pat
         assert interrupted(run, *signals, status=143) >= 5
 
 
-@pytest.mark.slow
 def test_a_signal_to_the_whole_group_spares_the_loaders_workers(tmp_path: Path) -> None:
     with started(script("train"), tmp_path) as run:
         run.wait_for_step(5)

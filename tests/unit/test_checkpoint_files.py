@@ -124,7 +124,7 @@ def test_too_little_space_is_refused_with_numbers(
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, 10 * 2**20))
     files.check_space(tmp_path / "not" / "there" / "yet", 8 * 2**20)
-    with pytest.raises(OSError, match=r"needs 20\.0 MiB, 10\.0 MiB are free.*`dirpath`"):
+    with pytest.raises(OSError, match=r"needs 21\.0 MiB, 10\.0 MiB are free.*`dirpath`"):
         files.check_space(tmp_path / "x", 20 * 2**20)
 
 

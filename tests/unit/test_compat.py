@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import nn
 from torchmetrics import MeanMetric, SumMetric
@@ -96,3 +100,17 @@ def test_remote_storage_and_options_go_through_a_checkpoint_plugin(
 ) -> None:
     assert compat.wants_own_io(TorchCheckpointIO(), path, options) is wants
     assert compat.wants_own_io(AsyncCheckpointIO(), path, options)
+
+
+@pytest.mark.parametrize(
+    ("save_last", "async_save"), [("link", True), ("link", False), (True, True)]
+)
+def test_a_link_to_checkpoints_behind_training_is_refused(save_last: Any, async_save: bool) -> None:
+    trainer: Any = SimpleNamespace(
+        callbacks=[ModelCheckpoint(save_last=save_last)], loggers=[], world_size=1
+    )
+    if save_last == "link" and async_save:
+        with pytest.raises(ValueError, match="Change `save_last`"):
+            compat.check_trainer(trainer, async_save=async_save)
+    else:
+        compat.check_trainer(trainer, async_save=async_save)

@@ -13,7 +13,8 @@ from torchmetrics import MeanMetric
 
 from lightning_fold.model.decoder import Decoder, DecoderConfig, Experts
 from lightning_fold.model.hf import build_causal_lm
-from lightning_fold.model.materialise import Draw, Skeleton, materialise, parameters_on_meta
+from lightning_fold.model.materialise import Draw, Skeleton, materialise
+from lightning_fold.model.on_meta import parameters_on_meta
 from lightning_fold.model.weights import starts_on_meta
 
 CPU = torch.device("cpu")
@@ -336,3 +337,85 @@ def test_skeleton_shares_no_tensor_that_folding_changes() -> None:
     assert not any(twins[name] is live[name] for name in live)
     module.lm_head = nn.Identity()
     assert isinstance(skeleton.root.lm_head, nn.Linear)
+
+
+# ------------------------------------------------------------ values that a constructor sets
+
+
+def set_by_init(net: nn.Module) -> None:
+    nn.init.trunc_normal_(net.emb.weight, std=0.02)
+
+
+def set_by_identity(net: nn.Module) -> None:
+    nn.init.eye_(net.emb.weight)
+
+
+def set_by_method(net: nn.Module) -> None:
+    net.emb.weight.data.uniform_(-0.1, 0.1)
+
+
+def set_by_item(net: nn.Module) -> None:
+    with torch.no_grad():
+        net.emb.weight[0] = 0.0
+
+
+def set_by_data(net: nn.Module) -> None:
+    net.emb.weight.data = net.emb.weight.data * 2
+
+
+def set_by_new_parameter(net: nn.Module) -> None:
+    net.emb.weight = nn.Parameter(torch.full((5, 4), 0.5))
+
+
+def set_by_reset_of_another(net: nn.Module) -> None:
+    Outer.reset_parameters(net)
+
+
+class Outer(nn.Module):
+    """Stock modules, one of them set in the constructor."""
+
+    def __init__(self, change: Callable[[nn.Module], None] | None) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(5, 4, padding_idx=1)
+        self.head = nn.Linear(4, 5)
+        self.norm = nn.LayerNorm(4)
+        if change is not None:
+            change(self)
+        self.head.weight.requires_grad_(False)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.emb.weight)
+
+
+CHANGES = (
+    set_by_init,
+    set_by_identity,
+    set_by_method,
+    set_by_item,
+    set_by_data,
+    set_by_new_parameter,
+    set_by_reset_of_another,
+)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_values_that_a_constructor_sets_are_refused_and_not_lost(
+    change: Callable[[nn.Module], None],
+) -> None:
+    with parameters_on_meta():
+        module = Outer(change)
+    where = "reset_parameters" if change is set_by_reset_of_another else change.__name__
+    with pytest.raises(ValueError, match=rf"emb\.weight: its value is set at .*, in {where}"):
+        filled(module.double())
+
+
+def test_stock_modules_and_flags_are_no_such_values() -> None:
+    with parameters_on_meta():
+        module = Outer(None)
+    assert float(filled(module).emb.weight[1].detach().abs().sum()) == 0.0
+
+
+def test_a_file_may_give_what_a_constructor_has_set() -> None:
+    with parameters_on_meta():
+        module = Outer(set_by_init)
+    filled(module, given=("emb.weight",))
