@@ -19,10 +19,9 @@ from lightning.pytorch.plugins.precision import (
     Precision,
 )
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_fold.params import clip_by_norm, clip_by_value
+from lightning_fold.params import clip_by_norm, clip_by_value, local_tensor
 
 SUPPORTED = ("32-true", "64-true", "bf16-true", "bf16-mixed", "16-mixed")
 _PLUGINS = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
@@ -41,7 +40,7 @@ class FoldedGradScaler(torch.amp.GradScaler):
         for group in optimizer.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    grad = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+                    grad = local_tensor(param.grad)
                     found += (~torch.isfinite(grad)).any()
                     grad.mul_(inv_scale.to(grad.dtype))
         if dist.is_initialized() and dist.get_world_size() > 1:

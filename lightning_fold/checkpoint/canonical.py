@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_fold.checkpoint.optimizer_state import names_of
-from lightning_fold.checkpoint.owned import merge_halves, owned_index, take
+from lightning_fold.checkpoint.owned import part_of, stored_index
 from lightning_fold.checkpoint.tensor_entry import TensorEntry, read_entry
+from lightning_fold.params import local_tensor, with_local
 
 
 class Canonical:
@@ -73,22 +74,12 @@ class Canonical:
                 f"{name}: the checkpoint holds shape {tuple(user.shape)}, the model has "
                 f"{tuple(live.shape)}. Another model wrote it. Change `ckpt_path`."
             )
-        index = owned_index(live)
-        if name in self.halved and len(user.shape) == 3:
-            index = merge_halves(index, live.shape[2])
-        part = read_entry(user, index) if isinstance(user, TensorEntry) else take(user, index)
-        local = live.to_local() if isinstance(live, DTensor) else live
-        part = part.reshape(local.shape).to(local.device, local.dtype)
-        if not isinstance(live, DTensor):
-            return part
-        return DTensor.from_local(
-            part,
-            live.device_mesh,
-            live.placements,
-            run_check=False,
-            shape=live.shape,
-            stride=live.stride(),
-        )
+        index = stored_index(live, user.shape, halved=name in self.halved)
+        part = read_entry(user, index) if isinstance(user, TensorEntry) else part_of(user, index)
+        if isinstance(user, Tensor):
+            part = part.clone(memory_format=torch.contiguous_format)
+        local = local_tensor(live)
+        return with_local(live, part.reshape(local.shape).to(local.device, local.dtype))
 
     def live_shape(self, name: str, user: Tensor | TensorEntry) -> tuple[int, ...]:
         """Global shape of the live tensor that one of the user's becomes."""

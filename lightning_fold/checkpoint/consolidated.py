@@ -6,7 +6,6 @@ they are checked before anything is read.
 
 from __future__ import annotations
 
-import os
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ from lightning_fold.checkpoint.files import (
     make_folder,
     partial_of,
     publish,
+    written,
 )
 from lightning_fold.checkpoint.peers import Peers, last_line
 from lightning_fold.checkpoint.tensor_entry import TensorEntry, read_entry
@@ -41,10 +41,8 @@ def write_file(path: Path, checkpoint: Mapping[str, Any]) -> None:
     check_space(path, num_bytes_of(checkpoint))
     partial = partial_of(path)
     try:
-        with partial.open("wb") as file:
+        with written(partial) as file:
             torch.save(dict(checkpoint), file)
-            file.flush()
-            os.fsync(file.fileno())
         publish(partial, path)
     except BaseException as error:
         clear_partial(path)

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from lightning_fold.checkpoint import consolidated, files, folder
 from lightning_fold.checkpoint.meta import OWN
+from lightning_fold.checkpoint.optimizer_state import by_name
 from lightning_fold.checkpoint.peers import Peers
 from lightning_fold.checkpoint.safe_reader import read_index, tensors_of
 from lightning_fold.checkpoint.store import OPTIMIZERS, WEIGHTS
@@ -76,9 +77,10 @@ def _is_first_projection(
 def _to_file(source: Path, target: Path, *, weights_only: bool) -> None:
     meta = folder.verify_folder(source, Peers())
     own = meta.pop(OWN, {})
+    index = read_index(source)
     stored = {
         name: item
-        for name, item in tensors_of(read_index(source)).items()
+        for name, item in tensors_of(index).items()
         if not weights_only or name.startswith(f"{WEIGHTS}.")
     }
     sizes = {name: _num_bytes(item.size, item.properties.dtype) for name, item in stored.items()}
@@ -90,7 +92,7 @@ def _to_file(source: Path, target: Path, *, weights_only: bool) -> None:
             for name, item in stored.items()
         }
         for name, tensor in tensors.items():
-            folder.read_tensors(source, {name: tensor}, Peers())
+            folder.read_tensors(source, {name: tensor}, Peers(), index=index)
         states = [] if weights_only else own.get("optimizers", [])
         checkpoint = {**meta, **_whole(tensors, own, states)}
         consolidated.write_file(target, checkpoint)
@@ -198,11 +200,11 @@ def _to_folder(source: Path, target: Path, *, weights_only: bool) -> None:
     saved = checkpoint.pop("optimizer_states", [])
     states = []
     for i, optimizer in enumerate([] if weights_only else saved):
-        names = _names(source, i, optimizer, noted, weights)
-        states.append(_by_name(optimizer, names))
+        named = by_name(optimizer, _names(source, i, optimizer, noted, weights))
+        states.append(named.rest)
         stored |= {
-            f"{OPTIMIZERS}.{i}.{names_flat}.{key}": _stored(names_flat, value, halved)
-            for names_flat, values in _values(optimizer, names, tensors=True).items()
+            f"{OPTIMIZERS}.{i}.{name}.{key}": _stored(name, value, halved)
+            for name, values in named.tensors.items()
             for key, value in values.items()
         }
     own = {
@@ -261,23 +263,3 @@ def _names(
             "in a run, which knows the order, or convert with --weights-only."
         )
     return [order]
-
-
-def _by_name(optimizer: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
-    groups = zip(optimizer["param_groups"], names, strict=True)
-    return {
-        "param_groups": [{**group, "params": list(own)} for group, own in groups],
-        "values": _values(optimizer, names, tensors=False),
-    }
-
-
-def _values(
-    optimizer: Mapping[str, Any], names: Sequence[Sequence[str]], *, tensors: bool
-) -> dict[str, dict[str, Any]]:
-    """The entries of an optimizer's state that are tensors, or those that are not, by name."""
-    indices = [index for group in optimizer["param_groups"] for index in group["params"]]
-    flat = dict(zip(indices, (name for group in names for name in group), strict=True))
-    return {
-        flat[index]: {k: v for k, v in values.items() if isinstance(v, TensorEntry) == tensors}
-        for index, values in optimizer["state"].items()
-    }

@@ -11,7 +11,10 @@ import errno
 import os
 import shutil
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _CHUNK = 1 << 22
@@ -95,6 +98,15 @@ def make_folder(folder: Path) -> None:
             f"{folder} cannot be created: {error.strerror}. Change `dirpath` or the folder's "
             "permissions",
         ) from error
+
+
+@contextmanager
+def written(path: Path) -> Iterator[BinaryIO]:
+    """A new file, on the disk when the block ends."""
+    with path.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def checksum(path: Path) -> int:

@@ -11,7 +11,6 @@ The mapping that wrote a folder is noted in its meta and does not matter to the 
 
 from __future__ import annotations
 
-import os
 import pickle
 import re
 import warnings
@@ -25,6 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -37,6 +37,7 @@ from lightning_fold.checkpoint.files import (
     partial_of,
     publish,
     recover,
+    written,
 )
 from lightning_fold.checkpoint.manifest import (
     MANIFEST,
@@ -47,6 +48,8 @@ from lightning_fold.checkpoint.manifest import (
 )
 from lightning_fold.checkpoint.peers import CheckpointError, Peers, last_line
 from lightning_fold.checkpoint.safe_reader import INDEX, SafeReader
+from lightning_fold.checkpoint.tensor_file import forbidden_global
+from lightning_fold.params import local_tensor
 
 META = "meta.pt"
 
@@ -107,8 +110,14 @@ def verify_folder(path: Path, peers: Peers) -> dict[str, Any]:
     return read_meta(path)
 
 
-def read_tensors(path: Path, tensors: dict[str, Tensor], peers: Peers) -> None:
+def read_tensors(path: Path, tensors: dict[str, Tensor], peers: Peers, *, index: Metadata) -> None:
     """Fill `tensors` in place, each rank its own shards. Collective.
+
+    Args:
+        path: The folder.
+        tensors: By name in the folder.
+        peers: The ranks that read together.
+        index: The folder's, as `safe_reader.read_index` gave it.
 
     Raises:
         ValueError: They cannot be read; `tensors` may be partly filled.
@@ -117,7 +126,7 @@ def read_tensors(path: Path, tensors: dict[str, Tensor], peers: Peers) -> None:
         with _no_advice():
             load(
                 tensors,
-                storage_reader=SafeReader(path),
+                storage_reader=SafeReader(path, index),
                 process_group=peers.group,
                 no_dist=peers.group is None,
             )
@@ -135,8 +144,8 @@ def read_meta(path: Path) -> dict[str, Any]:
     try:
         meta: dict[str, Any] = torch.load(path / META, weights_only=True)
     except pickle.UnpicklingError as error:
-        wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
-        reason = f"asks for {wanted[1]} to be executed" if wanted else "is damaged"
+        wanted = forbidden_global(error)
+        reason = f"asks for {wanted} to be executed" if wanted else "is damaged"
         raise ValueError(
             f"{path / META} {reason}, and no code of a checkpoint is run. Change `ckpt_path`."
         ) from error
@@ -150,13 +159,8 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 def _stored_bytes(tensors: Mapping[str, Tensor], *, is_writer: bool) -> int:
     """Bytes that this rank will write; of equal copies the writing rank writes one."""
-    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
-    sharded = [isinstance(t, DTensor) for t in tensors.values()]
-    return sum(
-        t.numel() * t.element_size()
-        for t, own in zip(local, sharded, strict=True)
-        if own or is_writer
-    )
+    own = [t for t in tensors.values() if is_writer or isinstance(t, DTensor)]
+    return sum(local_tensor(t).numel() * t.element_size() for t in own)
 
 
 def _prepare(path: Path, num_bytes: int) -> None:
@@ -202,10 +206,8 @@ def _own_entries(partial: Path, rank: int) -> Any:
 
 def _complete(path: Path, meta: Mapping[str, Any], own: list[Any]) -> None:
     partial = partial_of(path)
-    with (partial / META).open("wb") as file:
+    with written(partial / META) as file:
         torch.save(dict(meta), file)
-        file.flush()
-        os.fsync(file.fileno())
     entries = entries_of(partial, [META, INDEX])
     for more in own:
         entries |= more

@@ -6,13 +6,12 @@ A folder without it is an interrupted save. Each rank checks its share of the fi
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_fold.checkpoint.files import checksum
+from lightning_fold.checkpoint.files import checksum, written
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -38,10 +37,8 @@ def write_manifest(folder: Path, entries: dict[str, FileEntry]) -> None:
     files = {
         name: {"bytes": entry.size, "crc32": entry.crc32} for name, entry in sorted(entries.items())
     }
-    with (folder / MANIFEST).open("w") as file:
-        json.dump({"format": _FORMAT, "files": files}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    with written(folder / MANIFEST) as file:
+        file.write(json.dumps({"format": _FORMAT, "files": files}, indent=1).encode())
 
 
 def read_manifest(folder: Path) -> dict[str, FileEntry]:

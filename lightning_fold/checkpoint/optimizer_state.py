@@ -7,14 +7,16 @@ dict API starts one that has not stepped by a step with zero gradients, which Ad
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from lightning_fold.checkpoint.tensor_entry import TensorEntry
+from lightning_fold.params import local_tensor, with_local
 
 
 @dataclass(frozen=True)
@@ -22,12 +24,12 @@ class NamedState:
     """State of one optimizer.
 
     Attributes:
-        tensors: Live tensors by parameter name and key of the optimizer.
+        tensors: Live or stored tensors by parameter name and key of the optimizer.
         rest: Primitives: `param_groups` with names for parameters, and `values`, the entries of
             the state that are no tensors.
     """
 
-    tensors: dict[str, dict[str, Tensor]]
+    tensors: dict[str, dict[str, Any]]
     rest: dict[str, Any]
 
 
@@ -52,24 +54,32 @@ def names_of(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 
 def named_state(module: nn.Module, optimizer: Optimizer) -> NamedState:
     """State of `optimizer` by name, on its live shards. Local."""
-    groups = names_of(module, optimizer)
-    flat = [name for group in groups for name in group]
-    state = optimizer.state_dict()
-    by_name = {flat[index]: values for index, values in state["state"].items()}
+    return by_name(optimizer.state_dict(), names_of(module, optimizer))
+
+
+def by_name(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> NamedState:
+    """A state that numbers its parameters, by name.
+
+    Args:
+        state: As `Optimizer.state_dict` gives it; its tensors may be stored ones.
+        names: Of the parameters of every group.
+    """
+    groups = list(zip(state["param_groups"], names, strict=True))
+    name_of = {i: n for group, own in groups for i, n in zip(group["params"], own, strict=True)}
+    named = {name_of[index]: values for index, values in state["state"].items()}
+
+    def entries(*, tensors: bool) -> dict[str, dict[str, Any]]:
+        kinds = (Tensor, TensorEntry)
+        return {
+            name: {key: v for key, v in values.items() if isinstance(v, kinds) == tensors}
+            for name, values in named.items()
+        }
+
     return NamedState(
-        tensors={
-            name: {key: value for key, value in values.items() if isinstance(value, Tensor)}
-            for name, values in by_name.items()
-        },
+        tensors=entries(tensors=True),
         rest={
-            "param_groups": [
-                {**group, "params": names}
-                for group, names in zip(state["param_groups"], groups, strict=True)
-            ],
-            "values": {
-                name: {key: value for key, value in values.items() if not isinstance(value, Tensor)}
-                for name, values in by_name.items()
-            },
+            "param_groups": [{**group, "params": list(own)} for group, own in groups],
+            "values": entries(tensors=False),
         },
     )
 
@@ -157,14 +167,4 @@ def _empty(name: str, param: Tensor, stored: Any) -> Tensor:
             f"has {tuple(param.shape)}, and no other shape can be sharded. It was written by "
             "another model or optimizer."
         )
-    if isinstance(param, DTensor):
-        local = torch.empty_like(param.to_local(), dtype=dtype)
-        return DTensor.from_local(
-            local,
-            param.device_mesh,
-            param.placements,
-            run_check=False,
-            shape=param.shape,
-            stride=param.stride(),
-        )
-    return torch.empty_like(param, dtype=dtype)
+    return with_local(param, torch.empty_like(local_tensor(param), dtype=dtype))

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from lightning_fold.checkpoint.tensor_entry import DimIndex
 from lightning_fold.checkpoint.tensor_file import TensorEntry, TensorFile
+from lightning_fold.params import local_tensor
 
 PIECE = 1 << 25  # Bytes; large enough that the number of reads costs nothing.
 
@@ -35,15 +36,31 @@ def owned_index(live: Tensor) -> tuple[DimIndex, ...]:
     return tuple(_owned(live, dim) for dim in range(live.dim()))
 
 
-def take(whole: Tensor, index: Sequence[DimIndex]) -> Tensor:
-    """A copy of the part of a tensor where every dimension's index is met."""
+def part_of(whole: Tensor, index: Sequence[DimIndex]) -> Tensor:
+    """The part of a tensor where every dimension's index is met; a view wherever all are slices."""
     part = whole.detach()
     for dim, wanted in enumerate(index):
         if isinstance(wanted, slice):
             part = part.narrow(dim, wanted.start, wanted.stop - wanted.start)
         else:
             part = part.index_select(dim, wanted.to(part.device))
-    return part.clone(memory_format=torch.contiguous_format)
+    return part
+
+
+def stored_index(
+    live: Tensor, stored: Sequence[int], *, halved: bool, first: DimIndex | None = None
+) -> tuple[DimIndex, ...]:
+    """Indices of a stored tensor that this rank's part of `live` takes. Local.
+
+    Args:
+        live: Says how it is sharded.
+        stored: Shape of the stored tensor.
+        halved: Whether `live` is [E, 2, F, D], which may be stored as [E, 2F, D].
+        first: Indices of the first dimension instead of all that this rank holds.
+    """
+    index = owned_index(live)
+    index = index if first is None else (first, *index[1:])
+    return merge_halves(index, live.shape[2]) if halved and len(stored) == 3 else index
 
 
 def merge_halves(index: Sequence[DimIndex], width: int) -> tuple[DimIndex, ...]:
@@ -85,14 +102,13 @@ def read_owned(
         ValueError: The shapes differ, or the file is truncated.
     """
     stored = file.entries[entry] if isinstance(entry, str) else entry
-    index = owned_index(live)
-    index = index if first is None else (first, *index[1:])
+    index = stored_index(live, stored.shape, halved=halved, first=first)
     if not halved or len(stored.shape) != 3:
         check_shape(stored, tuple(live.shape), entry)
         return file.read(stored, index)
     experts, halves, width, inputs = live.shape
     check_shape(stored, (experts, halves * width, inputs), entry)
-    rows = file.read(stored, merge_halves(index, width))
+    rows = file.read(stored, index)
     return rows.unflatten(1, (2, rows.shape[1] // 2))
 
 
@@ -105,7 +121,7 @@ def fill_owned(
     Arguments and errors are those of `read_owned`. Reads a piece at a time, so that no more than
     `PIECE` bytes, or one index of the first dimension, are held beside `live`.
     """
-    local = live.to_local() if isinstance(live, DTensor) else live
+    local = local_tensor(live)
     if not local.dim() or not local.numel():
         local.copy_(read_owned(file, entry, live, halved=halved))
         return

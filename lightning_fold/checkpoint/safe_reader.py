@@ -40,29 +40,29 @@ _PATHS = {
 
 
 class SafeReader(FileSystemReader):
-    """DCP's reader of a folder, whose index is read without executing it."""
+    """DCP's reader of a folder, by an index that has been read without executing it.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: The folder.
+        index: What `read_index` gave; it may serve any number of readers.
+    """
+
+    def __init__(self, folder: Path, index: Metadata) -> None:
         super().__init__(folder)
-        self._folder = folder
+        self._index = index
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index of the folder.
-
-        Raises:
-            ValueError: It is damaged, holds other than tensors, or asks for a class to be built.
-        """
-        metadata = read_index(self._folder)
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        """The index."""
+        self._index.storage_meta = self._index.storage_meta or StorageMeta()
+        self._index.storage_meta.load_id = self.load_id
+        return self._index
 
 
 def read_index(folder: Path) -> Metadata:
     """The index of a folder: names, sizes, dtypes and places of its tensors.
 
     Raises:
-        ValueError: As `SafeReader.read_metadata`.
+        ValueError: It is damaged, holds other than tensors, or asks for a class to be built.
     """
     path = folder / INDEX
     try:

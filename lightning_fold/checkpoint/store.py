@@ -6,7 +6,7 @@ training. The forms themselves are `folder`'s and `consolidated`'s; names and sh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,17 +84,20 @@ class CheckpointStore:
         return replaced
 
     def _write(self, path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+        if self._background_peers is not None:
+            self._background.wait()
+            # What can be told at once is: the thread's errors come with the next save.
+            self.peers.on_writer(lambda: files.make_folder(path.parent), what=f"saving {path}")
+            tensors = BlockingAsyncStager().stage(tensors)
+        self._run(lambda peers: folder.write_folder(path, tensors=tensors, meta=meta, peers=peers))
+
+    def _run(self, save: Callable[[Peers], None]) -> None:
+        """Save now, or behind training, with the ranks that do."""
         peers = self._background_peers
         if peers is None:
-            folder.write_folder(path, tensors=tensors, meta=meta, peers=self.peers)
-            return
-        self._background.wait()
-        # What can be told at once is: the thread's errors come with the next save.
-        self.peers.on_writer(lambda: files.make_folder(path.parent), what=f"saving {path}")
-        staged = BlockingAsyncStager().stage(tensors)
-        self._background.start(
-            lambda: folder.write_folder(path, tensors=staged, meta=meta, peers=peers)
-        )
+            save(self.peers)
+        else:
+            self._background.start(lambda: save(peers))
 
     def save_file(self, path: Path, checkpoint: dict[str, Any]) -> list[str]:
         """Write a consolidated file. Collective over all ranks.
@@ -111,16 +114,11 @@ class CheckpointStore:
         """
         replaced: list[str] = []
         whole = primitive(checkpoint, "", replaced)
-        background = self._background_peers
-        peers = background or self.peers
 
-        def save() -> None:
+        def save(peers: Peers) -> None:
             peers.on_writer(lambda: consolidated.write_file(path, whole), what=f"saving {path}")
 
-        if background is None:
-            save()
-        else:
-            self._background.start(save)
+        self._run(save)
         return replaced
 
     def own_entries(self, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
@@ -172,16 +170,17 @@ class CheckpointStore:
     ) -> dict[str, Any]:
         meta = folder.verify_folder(path, self.peers)
         own = meta.pop(OWN, {})
-        index = _by_prefix(tensors_of(read_index(path)))
+        index = read_index(path)
+        saved = _by_prefix(tensors_of(index))
         live, _ = _split(self.module.state_dict())
-        stored = index.get(WEIGHTS, {})
+        stored = saved.get(WEIGHTS, {})
         shapes = {name: (tuple(m.size), m.properties.dtype) for name, m in stored.items()}
         self.canonical.check(path, shapes, live=live, strict=strict)
         tensors = {f"{WEIGHTS}.{name}": t for name, t in live.items() if name in stored}
-        states = self._empty_states(path, optimizers, own.get("optimizers", []), index)
+        states = self._empty_states(path, optimizers, own.get("optimizers", []), saved)
         for i, state in enumerate(states):
             tensors |= _flat(i, state)
-        folder.read_tensors(path, tensors, self.peers)
+        folder.read_tensors(path, tensors, self.peers, index=index)
         self.canonical.set_extra_state(own.get("extra_state", {}))
         for optimizer, state, rest in zip(
             optimizers, states, own.get("optimizers", []), strict=False
@@ -194,7 +193,7 @@ class CheckpointStore:
         path: Path,
         optimizers: Sequence[Optimizer],
         rests: Sequence[Mapping[str, Any]],
-        index: Mapping[str, Mapping[str, Any]],
+        saved: Mapping[str, Mapping[str, Any]],
     ) -> list[dict[str, dict[str, Tensor]]]:
         """Tensors to read the states of `optimizers` into, after all checks."""
         check_count(path, saved=len(rests), wanted=len(optimizers))
@@ -202,11 +201,11 @@ class CheckpointStore:
         for i, optimizer in enumerate(optimizers):
             groups = optimizer_state.names_of(self.module, optimizer)
             optimizer_state.check_groups(groups, [g["params"] for g in rests[i]["param_groups"]])
-            saved: dict[str, dict[str, Any]] = {}
-            for name, stored in index.get(f"{OPTIMIZERS}.{i}", {}).items():
+            by_param: dict[str, dict[str, Any]] = {}
+            for name, stored in saved.get(f"{OPTIMIZERS}.{i}", {}).items():
                 param, _, key = name.rpartition(".")
-                saved.setdefault(param, {})[key] = stored
-            states.append(optimizer_state.empty_state(self.module, optimizer, saved))
+                by_param.setdefault(param, {})[key] = stored
+            states.append(optimizer_state.empty_state(self.module, optimizer, by_param))
         return states
 
     def load_whole(
@@ -235,13 +234,14 @@ class CheckpointStore:
         self.canonical.check(path, shapes, live=live, strict=strict)
         states = checkpoint.get("optimizer_states", [])
         check_count(path, saved=len(states), wanted=len(optimizers))
-        self.canonical.load_model(state, live=live)
-        self.canonical.set_extra_state(extra)
         names = own.get("optimizer_names", [None] * len(states))
-        for optimizer, saved, saved_names in zip(optimizers, states, names, strict=False):
+        for optimizer, saved_names in zip(optimizers, names, strict=False):
             if saved_names is not None:
                 groups = optimizer_state.names_of(self.module, optimizer)
                 optimizer_state.check_groups(groups, saved_names)
+        self.canonical.load_model(state, live=live)
+        self.canonical.set_extra_state(extra)
+        for optimizer, saved, saved_names in zip(optimizers, states, names, strict=False):
             self.canonical.load_optimizer(optimizer, saved, names=saved_names)
         return checkpoint
 

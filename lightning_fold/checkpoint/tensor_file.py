@@ -146,8 +146,8 @@ def _load_structure(path: Path) -> Any:
         with FakeTensorMode():
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
-        reason = f"asks for {wanted[1]}" if wanted else "is no plain structure"
+        wanted = forbidden_global(error)
+        reason = f"asks for {wanted}" if wanted else "is no plain structure"
         raise ValueError(
             f"{path} holds a pickle that {reason}, and no code of a file is run. Save tensors and "
             "primitives only."
@@ -158,6 +158,12 @@ def _load_structure(path: Path) -> Any:
         raise ValueError(
             f"{path} is damaged, its structure cannot be read: {type(error).__name__}: {text}"
         ) from error
+
+
+def forbidden_global(error: pickle.UnpicklingError) -> str | None:
+    """What a pickle wanted to be executed, where `weights_only=True` has refused it."""
+    wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
+    return wanted[1] if wanted else None
 
 
 def _as_entries(value: Any, path: Path, records: dict[int, int], *, where: str) -> Any:

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from lightning_fold.model.inspect import ExpertsSpec, ModelParts, find_parts
 from lightning_fold.model.structure import DecoderParts, check_decoder
 from lightning_fold.model.swap import swap_experts
 from lightning_fold.model.tensor_parallel import TensorParallel
-from lightning_fold.params import Family, assign_families, shard_over_data
+from lightning_fold.params import Family, assign_families, local_tensor, shard_over_data
 from lightning_fold.topology import doctor
 from lightning_fold.topology.comm import Comm
 from lightning_fold.topology.folding import Folding
@@ -103,7 +102,7 @@ def fold_model(
         halved=frozenset(halved),
         sharded=tuple(sharded),
         roots=tuple(roots),
-        num_local=sum(_num_local(p) for p in module.parameters()),
+        num_local=sum(local_tensor(p).numel() for p in module.parameters()),
         num_total=num_total,
     )
 
@@ -164,7 +163,3 @@ def _beside_core(module: nn.Module, parts: ModelParts) -> list[nn.Module]:
         for child in module.children()
         if child is not parts.core and any(True for _ in child.parameters())
     ]
-
-
-def _num_local(param: nn.Parameter) -> int:
-    return param.to_local().numel() if isinstance(param, DTensor) else param.numel()

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from lightning_fold.checkpoint.owned import owned_index
+from lightning_fold.checkpoint.owned import owned_index, part_of
 from lightning_fold.checkpoint.tensor_entry import DimIndex
 from lightning_fold.model.on_meta import INITIALISERS, values_set_outside
+from lightning_fold.params import local_tensor, with_local
 
 
 class Skeleton:
@@ -85,11 +85,11 @@ def materialise(module: nn.Module, skeleton: Skeleton, *, draw: Draw, device: to
     state = torch.get_rng_state()
     try:
         for name, param in list(module.named_parameters()):
-            local = torch.empty(_local(param).shape, dtype=param.dtype, device=device)
+            local = torch.empty(local_tensor(param).shape, dtype=param.dtype, device=device)
             if name not in draw.given:
                 _check_unwritten(name, skeleton)
                 _fill(local, name, owned_index(param), skeleton, draw)
-            real = nn.Parameter(_like(param, local), param.requires_grad)
+            real = nn.Parameter(with_local(param, local), param.requires_grad)
             for owner, key in places[id(param)]:
                 owner._parameters[key] = real
         for name, owner in module.named_modules():
@@ -157,23 +157,6 @@ def _twin(
     return twin
 
 
-def _local(param: Tensor) -> Tensor:
-    return param.to_local() if isinstance(param, DTensor) else param
-
-
-def _like(param: Tensor, local: Tensor) -> Tensor:
-    if not isinstance(param, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
-    )
-
-
 def _fill(
     local: Tensor, name: str, index: Sequence[DimIndex], skeleton: Skeleton, draw: Draw
 ) -> None:
@@ -182,29 +165,18 @@ def _fill(
     chain = skeleton.chain(owner)
     shape = chain[0]._parameters[key].shape  # type: ignore[union-attr]
     if name not in draw.stacks:
-        local.copy_(_take(_drawn(chain, owner, key, shape, _seed(draw.seed, name)), index))
+        local.copy_(part_of(_drawn(chain, owner, key, shape, _seed(draw.seed, name)), index))
         return
     for row, expert in enumerate(torch.arange(draw.stacks[name])[index[0]].tolist()):
         seed = _seed(draw.seed, name, expert)
         value = _drawn(chain, owner, key, torch.Size([1, *shape[1:]]), seed)
         value = value.unflatten(1, (2, -1)) if name in draw.halved else value
-        local[row : row + 1].copy_(_take(value, [slice(0, 1), *index[1:]]))
+        local[row : row + 1].copy_(part_of(value, [slice(0, 1), *index[1:]]))
 
 
 def _seed(seed: int, name: str, expert: int | None = None) -> int:
     text = f"{seed}/{name}/{'' if expert is None else expert}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-
-
-def _take(whole: Tensor, index: Sequence[DimIndex]) -> Tensor:
-    """The product of the indices; a view wherever they are slices."""
-    for dim, chosen in enumerate(index):
-        if isinstance(chosen, slice):
-            start, stop, _ = chosen.indices(whole.shape[dim])
-            whole = whole.narrow(dim, start, max(0, stop - start))
-        else:
-            whole = whole.index_select(dim, chosen)
-    return whole
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_fold.model.structure import SLICED_OUTPUTS, DecoderParts
 from lightning_fold.model.swap import shard_parameter
 from lightning_fold.model.token_rng import has_randomness, per_rank_rng
-from lightning_fold.moe.layer import local_tensor
+from lightning_fold.params import local_tensor
 from lightning_fold.topology.comm import (
     Comm,
     gather_replicated,

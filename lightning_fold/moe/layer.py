@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_fold.moe.dispatch.base import Dispatcher
 from lightning_fold.moe.experts import run_experts
 from lightning_fold.moe.routing import Routing
+from lightning_fold.params import local_tensor
 from lightning_fold.telemetry import RoutingCounts, Telemetry
 
 
@@ -86,8 +86,3 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
-
-
-def local_tensor(param: Any) -> Tensor:
-    """This rank's shard of a parameter; its gradient becomes a DTensor with the same placements."""
-    return param.to_local() if isinstance(param, DTensor) else param

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from lightning_fold.params.storage import local_tensor
+
 
 def gradient_norm(params: Iterable[nn.Parameter], *, device: torch.device) -> Tensor:
     """Two-norm of all gradients of all ranks, fp64. Collective, also without gradients.
@@ -26,7 +28,7 @@ def gradient_norm(params: Iterable[nn.Parameter], *, device: torch.device) -> Te
     total = torch.zeros((), dtype=torch.float64, device=device)
     for param in params:
         if param.grad is not None:
-            local = _local(param.grad)
+            local = local_tensor(param.grad)
             # dtype= accumulates in fp64 without a whole fp64 copy of the gradient.
             square = torch.linalg.vector_norm(local, dtype=torch.float64).square()
             total += square.to(device) / copies(param.grad)
@@ -47,7 +49,7 @@ def clip_by_norm(
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for param in params:
         if param.grad is not None:
-            _local(param.grad).mul_(scale.to(param.grad.dtype))
+            local_tensor(param.grad).mul_(scale.to(param.grad.dtype))
     return norm
 
 
@@ -55,7 +57,7 @@ def clip_by_value(params: Iterable[nn.Parameter], max_value: float) -> None:
     """Clamp every gradient element to [-max_value, max_value]. Local."""
     for param in params:
         if param.grad is not None:
-            _local(param.grad).clamp_(-max_value, max_value)
+            local_tensor(param.grad).clamp_(-max_value, max_value)
 
 
 def copies(grad: Tensor) -> int:
@@ -66,7 +68,3 @@ def copies(grad: Tensor) -> int:
     return math.prod(
         mesh.size(i) for i, p in enumerate(grad.placements) if isinstance(p, Replicate)
     )
-
-
-def _local(grad: Tensor) -> Tensor:
-    return grad.to_local() if isinstance(grad, DTensor) else grad

@@ -105,7 +105,14 @@ def run_case(case: Case, folder: Path) -> None:
     be_quiet()
     module, recorder = CaseModule(case), Recorder()
     strategy = build_strategy(case)
-    trainer = _trainer(case, strategy, recorder)
+    trainer = build_trainer(
+        case,
+        strategy,
+        max_steps=cases.STEPS,
+        accumulate_grad_batches=cases.ACCUMULATE,
+        gradient_clip_val=cases.CLIP if case.clip else None,
+        callbacks=[recorder],
+    )
     try:
         trainer.fit(module)
     except ValueError as error:
@@ -117,8 +124,13 @@ def run_case(case: Case, folder: Path) -> None:
     torch.save(record, folder / f"rank{strategy.global_rank}.pt")
 
 
-def build_strategy(case: Case) -> FoldedMoEStrategy:
-    """The strategy as a user configures it; dp and edp follow from the world."""
+def build_strategy(case: Case, *, sharded: bool = False) -> FoldedMoEStrategy:
+    """The strategy as a user configures it; dp and edp follow from the world.
+
+    Args:
+        case: Its mapping.
+        sharded: Whether checkpoints are folders.
+    """
     folding = case.folding
     return FoldedMoEStrategy(
         tensor_parallel_size=folding.tp,
@@ -127,24 +139,22 @@ def build_strategy(case: Case) -> FoldedMoEStrategy:
         expert_parallel_size=folding.ep,
         expert_tensor_parallel_size=folding.etp,
         data_parallel_shard=case.shard,
-        save_distributed_checkpoint=False,
+        save_distributed_checkpoint=sharded,
     )
 
 
-def _trainer(case: Case, strategy: FoldedMoEStrategy, recorder: Recorder) -> pl.Trainer:
+def build_trainer(case: Case, strategy: FoldedMoEStrategy, **options: Any) -> pl.Trainer:
+    """A quiet Trainer on CPU in the case's precision."""
     return pl.Trainer(
         accelerator="cpu",
         devices=case.folding.world,
         strategy=strategy,
         precision="64-true" if case.precision == "64" else "32-true",
-        max_steps=cases.STEPS,
-        accumulate_grad_batches=cases.ACCUMULATE,
-        gradient_clip_val=cases.CLIP if case.clip else None,
-        callbacks=[recorder],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **options,
     )
 
 

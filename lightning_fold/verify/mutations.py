@@ -24,7 +24,7 @@ from lightning_fold import strategy
 from lightning_fold.model import swap, tensor_parallel
 from lightning_fold.moe import layer
 from lightning_fold.moe.dispatch import all_to_all
-from lightning_fold.params import Family, clip, families, shard
+from lightning_fold.params import Family, clip, families, local_tensor, shard
 from lightning_fold.topology.comm import split_rows
 from lightning_fold.verify.plan import Case
 
@@ -74,7 +74,6 @@ def _expert_gradient_times_ep() -> contextlib.AbstractContextManager[Any]:
         out: Tensor = _ScaleGradient.apply(local, float(ep))
         return out
 
-    local_tensor = layer.local_tensor
     return mock.patch.object(layer, "local_tensor", scaled)
 
 
@@ -106,7 +105,7 @@ def _etp_sum_left_out() -> contextlib.AbstractContextManager[Any]:
 
 def _norm_of_local_shards() -> contextlib.AbstractContextManager[Any]:
     def local_norm(params: Any, *, device: torch.device) -> Tensor:
-        squares = [clip._local(p.grad).square().sum() for p in params if p.grad is not None]
+        squares = [local_tensor(p.grad).square().sum() for p in params if p.grad is not None]
         return torch.stack(squares).sum().sqrt()
 
     return mock.patch.object(clip, "gradient_norm", local_norm)

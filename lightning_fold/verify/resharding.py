@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_fold.model import decoder
 from lightning_fold.strategy import FoldedMoEStrategy
 from lightning_fold.verify import cases
-from lightning_fold.verify.harness import be_quiet
+from lightning_fold.verify.harness import be_quiet, build_strategy, build_trainer
 from lightning_fold.verify.plan import Case
 
 ROWS, LENGTH = 8, 12
@@ -136,13 +136,13 @@ def run_resharding(case: Case, folder: Path) -> None:
         for source in case.sources
         for form in FORMS
     }
-    (folder / f"errors.{_rank()}.json").write_text(json.dumps(errors))
+    (folder / f"errors.{torch.distributed.get_rank()}.json").write_text(json.dumps(errors))
 
 
 def _train_and_save(case: Resharding, folder: Path) -> None:
     for form in FORMS:
-        strategy = _strategy(case, sharded=form == "folder")
-        trainer = _trainer(case, strategy, epochs=SAVED_AT)
+        strategy = build_strategy(case, sharded=form == "folder")
+        trainer = _trainer(case, strategy, max_epochs=SAVED_AT)
         trainer.fit(ReshardModule(case))
         trainer.save_checkpoint(folder / form)
 
@@ -168,9 +168,9 @@ class _Resumed(pl.Callback):
 
 def _resume(case: Resharding, path: Path, expected: Mapping[str, Any]) -> dict[str, float]:
     resumed = _Resumed()
-    strategy = _strategy(case, sharded=True)
+    strategy = build_strategy(case, sharded=True)
     module = ReshardModule(case, seed=1)
-    trainer = _trainer(case, strategy, epochs=SAVED_AT + 1, callbacks=[resumed])
+    trainer = _trainer(case, strategy, max_epochs=SAVED_AT + 1, callbacks=[resumed])
     trainer.fit(module, ckpt_path=str(path))
     assert trainer.global_step == SAVED_AT + 1, trainer.global_step
     after = strategy.consolidate(module.state_dict())
@@ -209,36 +209,9 @@ def _relative(got: Tensor, wanted: Tensor) -> float:
     return float((got - wanted).norm()) / scale if scale else float(got.norm())
 
 
-def _strategy(case: Resharding, *, sharded: bool) -> FoldedMoEStrategy:
-    folding = case.folding
-    return FoldedMoEStrategy(
-        tensor_parallel_size=folding.tp,
-        expert_parallel_size=folding.ep,
-        expert_tensor_parallel_size=folding.etp,
-        data_parallel_shard=case.shard,
-        save_distributed_checkpoint=sharded,
-    )
-
-
 def _trainer(case: Resharding, strategy: FoldedMoEStrategy, **options: Any) -> pl.Trainer:
-    return pl.Trainer(
-        accelerator="cpu",
-        devices=case.folding.world,
-        strategy=strategy,
-        precision="64-true",
-        max_epochs=options.pop("epochs"),
-        use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+    return build_trainer(case, strategy, use_distributed_sampler=False, **options)
 
 
 def _cloned(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in state.items()}
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank()

@@ -419,3 +419,5 @@ def test_a_file_may_give_what_a_constructor_has_set() -> None:
     with parameters_on_meta():
         module = Outer(set_by_init)
     filled(module, given=("emb.weight",))
+    assert not any(param.is_meta for param in module.parameters())
+    assert torch.equal(module.norm.weight, torch.ones(4))
