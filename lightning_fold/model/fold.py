@@ -16,6 +16,8 @@ from lightning_fold.model.inspect import ExpertsSpec, ModelParts, find_parts
 from lightning_fold.model.structure import DecoderParts, check_decoder
 from lightning_fold.model.swap import swap_experts
 from lightning_fold.model.tensor_parallel import TensorParallel
+from lightning_fold.model.token_layout import TokenWatch
+from lightning_fold.moe.tokens import RunningTokens
 from lightning_fold.params import Family, assign_families, local_tensor, shard_over_data
 from lightning_fold.topology import doctor
 from lightning_fold.topology.comm import Comm
@@ -80,7 +82,9 @@ def fold_model(
     parts, decoder = check_model(module, comm.meshes.folding)
     outside = _beside_core(module, parts)
     num_total = sum(p.numel() for p in module.parameters())
-    halved = swap_experts(parts.experts, comm=comm, dispatcher=dispatcher)
+    tokens = RunningTokens()
+    TokenWatch(tokens, comm).install(parts)
+    halved = swap_experts(parts.experts, comm=comm, dispatcher=dispatcher, tokens=tokens)
     if decoder is not None:
         TensorParallel(comm).apply(decoder)
     families = assign_families(

@@ -19,10 +19,13 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_fold.model.inspect import ExpertsSpec
 from lightning_fold.moe.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
 from lightning_fold.moe.layer import FoldedExperts
+from lightning_fold.moe.tokens import RunningTokens
 from lightning_fold.topology.comm import Comm
 
 
-def swap_experts(specs: Sequence[ExpertsSpec], *, comm: Comm, dispatcher: str) -> set[str]:
+def swap_experts(
+    specs: Sequence[ExpertsSpec], *, comm: Comm, dispatcher: str, tokens: RunningTokens
+) -> set[str]:
     """Fold every container that can be folded.
 
     Args:
@@ -30,13 +33,14 @@ def swap_experts(specs: Sequence[ExpertsSpec], *, comm: Comm, dispatcher: str) -
             etp = 1).
         comm: Collectives.
         dispatcher: "auto", "local" or "all_to_all".
+        tokens: Which tokens the layers see.
 
     Returns:
         Names of the parameters whose live shape is [E, 2, F, D].
     """
     folded = [spec for spec in specs if spec.refusal is None]
     for spec in folded:
-        _fold(spec, comm, dispatcher)
+        _fold(spec, comm, dispatcher, tokens)
     return {f"{spec.name}.gate_up_proj" for spec in folded}
 
 
@@ -78,7 +82,7 @@ def shard_parameter(
     return nn.Parameter(shard, requires_grad=param.requires_grad)
 
 
-def _fold(spec: ExpertsSpec, comm: Comm, dispatcher: str) -> None:
+def _fold(spec: ExpertsSpec, comm: Comm, dispatcher: str, tokens: RunningTokens) -> None:
     module: Any = spec.module
     gate_up, down = module.gate_up_proj, module.down_proj
     halves = nn.Parameter(gate_up.detach().unflatten(1, (2, -1)), gate_up.requires_grad)
@@ -94,4 +98,5 @@ def _fold(spec: ExpertsSpec, comm: Comm, dispatcher: str) -> None:
         dispatcher=choose_dispatcher(dispatcher, comm),
         activation=spec.activation,
         telemetry=comm.telemetry,
+        tokens=tokens,
     )

@@ -41,6 +41,7 @@ from lightning_fold.topology.comm import (
     sum_gradient_over,
     sum_over,
 )
+from lightning_fold.topology.sequence import balanced_sizes
 
 COLUMN, ROW = Shard(0), Shard(1)
 RowFunction = Callable[[Tensor, Comm, list[int], str], Tensor]
@@ -61,8 +62,7 @@ class SequenceSplit:
     @property
     def sizes(self) -> list[int]:
         """Tokens of each tp rank: balanced, the first ranks take the remainder."""
-        base, extra = divmod(self.length, self.parts)
-        return [base + (i < extra) for i in range(self.parts)]
+        return balanced_sizes(self.length, self.parts)
 
 
 class TensorParallel:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_fold.moe.dispatch.base import Dispatcher
 from lightning_fold.moe.experts import run_experts
 from lightning_fold.moe.routing import Routing
+from lightning_fold.moe.tokens import RunningTokens, in_backward
 from lightning_fold.params import local_tensor
 from lightning_fold.telemetry import RoutingCounts, Telemetry
 
@@ -33,6 +34,7 @@ class FoldedExperts:
         dispatcher: Moves the rows.
         activation: Maps [R, 2F], gate half then up half, to [R, F].
         telemetry: Receives one `RoutingCounts` a forward when somebody subscribed.
+        tokens: Which tokens of the batch the rows are.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class FoldedExperts:
         dispatcher: Dispatcher[Any],
         activation: Callable[[Tensor], Tensor],
         telemetry: Telemetry,
+        tokens: RunningTokens,
     ) -> None:
         self.container = container
         self.name = name
@@ -51,6 +54,7 @@ class FoldedExperts:
         self.dispatcher = dispatcher
         self.activation = activation
         self.telemetry = telemetry
+        self.tokens = tokens
 
     def __call__(self, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Weighted sum of the chosen experts of every local token, [T, D].
@@ -58,7 +62,7 @@ class FoldedExperts:
         Collective over ep and etp: every rank calls it once a layer and forward, also with T = 0.
         """
         routing = Routing(index_TK, weights_TK, self.num_experts)
-        if self.telemetry.wants(RoutingCounts) and not _in_backward():
+        if self.telemetry.wants(RoutingCounts) and not in_backward():
             counts_E, training = routing.counts_E(), self.container.training
             self.telemetry.emit(RoutingCounts(self.name, counts_E, training))
         rows, state = self.dispatcher.dispatch(hidden_TD.to(compute_dtype(hidden_TD)), routing)
@@ -69,12 +73,6 @@ class FoldedExperts:
             activation=self.activation,
         )
         return self.dispatcher.combine(out_RD, state).to(hidden_TD.dtype)
-
-
-def _in_backward() -> bool:
-    """Whether autograd runs: activation checkpointing then repeats a forward already counted."""
-    task: int = torch._C._current_graph_task_id()
-    return task != -1
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

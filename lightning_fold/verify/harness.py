@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_fold.model import decoder
 from lightning_fold.strategy import FoldedMoEStrategy
 from lightning_fold.verify import cases
+from lightning_fold.verify.features import FEATURES
 from lightning_fold.verify.plan import Case
 
 
@@ -140,6 +141,7 @@ def build_strategy(case: Case, *, sharded: bool = False) -> FoldedMoEStrategy:
         expert_tensor_parallel_size=folding.etp,
         data_parallel_shard=case.shard,
         save_distributed_checkpoint=sharded,
+        **FEATURES[case.feature].strategy,
     )
 
 

@@ -25,6 +25,7 @@ class Case:
         precision: "64", or "32", which alone sees some faults of reductions.
         mutation: Fault to inject, by its name in `mutations`; empty for none.
         shard: See `FoldedConfig.data_parallel_shard`.
+        feature: Key of `features.FEATURES`; empty for none.
     """
 
     model: str
@@ -33,6 +34,7 @@ class Case:
     precision: Literal["64", "32"] = "64"
     mutation: str = ""
     shard: Literal["optimizer", "full"] = "optimizer"
+    feature: str = ""
 
     @property
     def folding(self) -> Folding:
@@ -53,7 +55,8 @@ class Case:
 
     @property
     def _options(self) -> str:
-        return f"{'clip' if self.clip else 'noclip'}.fp{self.precision}"
+        feature = f".{self.feature}" if self.feature else ""
+        return f"{'clip' if self.clip else 'noclip'}.fp{self.precision}{feature}"
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,7 @@ def reference_requests(cases: Sequence[Case]) -> list[dict[str, object]]:
             "dp": case.folding.dp,
             "clip": case.clip,
             "precision": case.precision,
+            "feature": case.feature,
         }
         for case in cases
     }

@@ -21,26 +21,27 @@ def run_reference(request: dict[str, Any]) -> dict[str, Any]:
     """Train one model for a few steps and record everything that a mapping is compared with.
 
     Args:
-        request: model, dp, clip (bool), precision ("64" or "32").
+        request: model, dp, clip (bool), precision ("64" or "32"), feature.
     """
     dp, dtype = request["dp"], {"64": torch.float64, "32": torch.float32}[request["precision"]]
     model = cases.build_model(request["model"], decoder=decoder).to(dtype)
     tap = cases.RoutingTap(model)
+    plain = features.FEATURES[request["feature"]].plain(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=cases.LEARNING_RATE)
     record: dict[str, Any] = {"losses": [], "logits": [], "norms": []}
     for step in range(cases.STEPS):
         optimizer.zero_grad()
         for index in range(step * cases.ACCUMULATE, (step + 1) * cases.ACCUMULATE):
-            for dp_rank in range(dp):
-                out = model(**cases.sub_batch(index, dp_rank))
-                (out.loss / dp / cases.ACCUMULATE).backward()
-                record["losses"].append(out.loss.detach())
+            batches = [cases.sub_batch(index, dp_rank) for dp_rank in range(dp)]
+            for out, loss in plain.forward_backward(batches, 1 / dp / cases.ACCUMULATE):
+                record["losses"].append(loss)
                 record["logits"].append(out.logits.detach())
         if step == 0:
             _check_every_expert_is_hit(tap, request)
             record["grads"] = {f"model.{n}": _grad(p) for n, p in model.named_parameters()}
         record["norms"].append(_norm_and_clip(model, request))
         optimizer.step()
+        plain.after_step()
     record["routing"] = tap.decisions
     record["weights"] = {f"model.{n}": p.detach().clone() for n, p in model.named_parameters()}
     return record
@@ -90,5 +91,6 @@ if __name__ == "__main__":
     # The script's folder leads sys.path and would hide the standard library from torch.
     sys.path.pop(0)
     cases = _load("plain_cases", _HERE / "cases.py")
+    features = _load("plain_features", _HERE / "features.py")
     decoder = _load("plain_decoder", _HERE.parent / "model" / "decoder.py")
     main(*sys.argv[1:3])

@@ -10,6 +10,7 @@ import torch
 from lightning_fold.moe.dispatch import LocalDispatcher
 from lightning_fold.moe.layer import FoldedExperts
 from lightning_fold.moe.routing import Routing
+from lightning_fold.moe.tokens import RunningTokens
 from lightning_fold.telemetry import RoutingCounts, Telemetry
 
 # Shapes.  T local tokens   K top-k   R rows of this rank's experts   E all experts
@@ -87,6 +88,7 @@ def test_one_host_synchronisation_and_one_event_a_forward() -> None:
         dispatcher=dispatcher,
         activation=lambda x: x.chunk(2, -1)[0] * x.chunk(2, -1)[1],
         telemetry=telemetry,
+        tokens=RunningTokens(),
     )
     telemetry.subscribe(RoutingCounts, seen.append)
     container.eval()

@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_fold.moe.dispatch import LocalDispatcher
 from lightning_fold.moe.layer import FoldedExperts, compute_dtype
+from lightning_fold.moe.tokens import RunningTokens
 from lightning_fold.telemetry import RoutingCounts, Telemetry
 
 
@@ -39,6 +40,7 @@ def folded() -> FoldedExperts:
         dispatcher=LocalDispatcher(OneRank()),
         activation=swiglu,
         telemetry=Telemetry(),
+        tokens=RunningTokens(),
     )
 
 

@@ -100,7 +100,7 @@ def test_plan_covers_what_it_promises() -> None:
 def test_references_are_shared_between_mappings_of_equal_dp() -> None:
     other = replace(CASE, mapping="tp2cp1dp2pp1-etp2ep2edp1")
     requests = reference_requests([CASE, other])
-    wanted = {"model": "decoder", "dp": 2, "clip": True, "precision": "64"}
+    wanted = {"model": "decoder", "dp": 2, "clip": True, "precision": "64", "feature": ""}
     assert requests == [{"key": CASE.reference, **wanted}]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from contract.worker import Context
 from lightning_fold.model.inspect import ExpertsSpec
 from lightning_fold.model.swap import swap_experts
+from lightning_fold.moe.tokens import RunningTokens
 
 NUM_EXPERTS, WIDTH, FFN, TOKENS = 4, 6, 4, 5
 
@@ -93,7 +94,10 @@ def tokens(context: Context) -> dict[str, Any]:
     for name in ROUTINGS:
         case, rank, module = build_case(name, context.world), context.rank, Experts()
         swap_experts(
-            [ExpertsSpec("experts", module, 4, FFN, swiglu, None)], comm=comm, dispatcher="auto"
+            [ExpertsSpec("experts", module, 4, FFN, swiglu, None)],
+            comm=comm,
+            dispatcher="auto",
+            tokens=RunningTokens(),
         )
         hidden, weights = case.hidden[rank].requires_grad_(), case.weights[rank].requires_grad_()
         before = comm.host_syncs
