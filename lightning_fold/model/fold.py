@@ -34,6 +34,7 @@ class FoldedModel:
         halved: Names of live [E, 2, F, D] parameters.
         sharded: Modules that FSDP2 manages.
         roots: Those of them that steps call.
+        tokens: Which tokens the layer that runs sees.
         num_local: Parameters that this rank stores.
         num_total: Parameters of the model.
     """
@@ -43,6 +44,7 @@ class FoldedModel:
     halved: frozenset[str]
     sharded: tuple[FSDPModule, ...]
     roots: tuple[FSDPModule, ...]
+    tokens: RunningTokens
     num_local: int
     num_total: int
 
@@ -106,6 +108,7 @@ def fold_model(
         halved=frozenset(halved),
         sharded=tuple(sharded),
         roots=tuple(roots),
+        tokens=tokens,
         num_local=sum(local_tensor(p).numel() for p in module.parameters()),
         num_total=num_total,
     )

@@ -66,13 +66,13 @@ class FoldedExperts:
             counts_E, training = routing.counts_E(), self.container.training
             self.telemetry.emit(RoutingCounts(self.name, counts_E, training))
         rows, state = self.dispatcher.dispatch(hidden_TD.to(compute_dtype(hidden_TD)), routing)
-        out_RD = run_experts(
+        out_SD = run_experts(
             rows,
             gate_up_e2FD=local_tensor(self.container.gate_up_proj),
             down_eDF=local_tensor(self.container.down_proj),
             activation=self.activation,
         )
-        return self.dispatcher.combine(out_RD, state).to(hidden_TD.dtype)
+        return self.dispatcher.combine(out_SD, state).to(hidden_TD.dtype)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -137,7 +137,7 @@ def _halves_swapped() -> contextlib.AbstractContextManager[Any]:
 def _even_counts() -> contextlib.AbstractContextManager[Any]:
     """Received rows are cut as if every peer had sent equally many to every local expert."""
 
-    def even(counts_PSe: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    def even(counts_PSe: Tensor, num_rows: int) -> Tensor:
         each, rest = divmod(num_rows, counts_PSe.numel())
         chunks = torch.full_like(counts_PSe, each)
         chunks.view(-1)[:rest] += 1

@@ -7,7 +7,8 @@ from torch import nn
 from lightning_fold.moe.experts import ExpertRows, run_experts
 from lightning_fold.moe.layer import compute_dtype
 
-# Shapes.  R rows in expert order   e local experts   D model width   F local expert width
+# Shapes.  S rows that arrived   R pairs in expert order   e local experts
+#          D model width   F local expert width
 D, F = 6, 4
 
 
@@ -19,7 +20,9 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 def _inputs(sizes: list[int]) -> tuple[ExpertRows, torch.Tensor, torch.Tensor]:
     torch.manual_seed(1)
     rows = ExpertRows(
-        rows_RD=torch.randn(sum(sizes), D, dtype=torch.float64, requires_grad=True),
+        source_SD=torch.randn(3, D, dtype=torch.float64, requires_grad=True),
+        # Rows serve several experts, or none.
+        origin_R=torch.arange(sum(sizes)) % 2,
         weights_R=torch.rand(sum(sizes), dtype=torch.float64, requires_grad=True),
         counts_e=torch.tensor(sizes),
         sizes=sizes,
@@ -30,10 +33,11 @@ def _inputs(sizes: list[int]) -> tuple[ExpertRows, torch.Tensor, torch.Tensor]:
 
 def _loop(rows: ExpertRows, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     experts = [e for e, size in enumerate(rows.sizes) for _ in range(size)]
-    out = []
-    for row, weight, e in zip(rows.rows_RD, rows.weights_R, experts, strict=True):
+    out = [torch.zeros(D, dtype=torch.float64) for _ in rows.source_SD]
+    for origin, weight, e in zip(rows.origin_R.tolist(), rows.weights_R, experts, strict=True):
+        row = rows.source_SD[origin]
         hidden = nn.functional.silu(gate_up[e, 0] @ row) * (gate_up[e, 1] @ row)
-        out.append(weight * (down[e] @ hidden))
+        out[origin] = out[origin] + weight * (down[e] @ hidden)
     return torch.stack(out)
 
 
@@ -43,7 +47,7 @@ def test_rows_and_gradients_match_a_loop(sizes: list[int]) -> None:
     out = run_experts(rows, gate_up_e2FD=gate_up, down_eDF=down, activation=swiglu)
     wanted = _loop(rows, gate_up, down)
     torch.testing.assert_close(out, wanted)
-    leaves = (rows.rows_RD, rows.weights_R, gate_up, down)
+    leaves = (rows.source_SD, rows.weights_R, gate_up, down)
     upstream = torch.randn_like(wanted)
     for a, b in zip(
         torch.autograd.grad(out, leaves, upstream),
@@ -53,10 +57,10 @@ def test_rows_and_gradients_match_a_loop(sizes: list[int]) -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_no_rows_give_no_rows_and_zero_gradients() -> None:
+def test_no_pairs_give_zeros_and_zero_gradients() -> None:
     rows, gate_up, down = _inputs([0, 0])
     out = run_experts(rows, gate_up_e2FD=gate_up, down_eDF=down, activation=swiglu)
-    assert out.shape == (0, D)
+    assert torch.equal(out, torch.zeros(3, D, dtype=torch.float64))
     out.sum().backward()
     assert torch.equal(gate_up.grad, torch.zeros_like(gate_up))
     assert torch.equal(down.grad, torch.zeros_like(down))

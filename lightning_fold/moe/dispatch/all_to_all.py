@@ -14,7 +14,8 @@ the way back.
 """
 
 # Shapes.  T local tokens   K top-k   N = T*K rows sent   M rows after the ep exchange
-#          R rows after the etp gather   E all experts   e local experts   D model width
+#          R = S rows after the etp gather, each for one expert
+#          E all experts   e local experts   D model width
 
 from __future__ import annotations
 
@@ -54,16 +55,12 @@ class AllToAllState:
     Attributes:
         order_N: Routed row that is sent i-th.
         inverse_N: Place of every routed row in the send order.
-        chunk_order_R: Gathered row that comes i-th in expert order.
-        chunk_inverse_R: Place of every gathered row in expert order.
         splits: Row counts of both exchanges.
         top_k: K.
     """
 
     order_N: Tensor
     inverse_N: Tensor
-    chunk_order_R: Tensor
-    chunk_inverse_R: Tensor
     splits: Splits
     top_k: int
 
@@ -80,23 +77,20 @@ class AllToAllDispatcher:
         counts_PSe, counts_e, splits = self._exchange_counts(routing)
         rows_ND = permute(x_TD, order_N, inverse_N, routing.top_k)
         weights_N1 = routing.weights_TK.reshape(-1, 1).index_select(0, order_N)
-        chunk_order_R, chunk_inverse_R = _expert_order(counts_PSe, sum(splits.experts))
-        state = AllToAllState(
-            order_N, inverse_N, chunk_order_R, chunk_inverse_R, splits, routing.top_k
-        )
+        origin_R = _expert_order(counts_PSe, sum(splits.experts))
         rows = ExpertRows(
-            rows_RD=permute(self._send(rows_ND, splits), chunk_order_R, chunk_inverse_R, 1),
-            weights_R=self._send(weights_N1, splits).squeeze(1).index_select(0, chunk_order_R),
+            source_SD=self._send(rows_ND, splits),
+            origin_R=origin_R,
+            weights_R=self._send(weights_N1, splits).squeeze(1).index_select(0, origin_R),
             counts_e=counts_e,
             sizes=splits.experts,
         )
-        return rows, state
+        return rows, AllToAllState(order_N, inverse_N, splits, routing.top_k)
 
-    def combine(self, rows_RD: Tensor, state: AllToAllState) -> Tensor:
+    def combine(self, out_SD: Tensor, state: AllToAllState) -> Tensor:
         """See `Dispatcher`. Collective over etp and ep."""
         splits = state.splits
-        rows_RD = unpermute(rows_RD, state.chunk_order_R, state.chunk_inverse_R, 1)
-        rows_MD = reduce_scatter_rows(rows_RD, self.comm, splits.gathered, "etp")
+        rows_MD = reduce_scatter_rows(out_SD, self.comm, splits.gathered, "etp")
         rows_ND = exchange_rows(rows_MD, self.comm, send=splits.recv, recv=splits.send, axis="ep")
         return unpermute(rows_ND, state.order_N, state.inverse_N, state.top_k)
 
@@ -119,9 +113,10 @@ class AllToAllDispatcher:
         return counts_PSe, counts_e, Splits(*lists)
 
 
-def _expert_order(counts_PSe: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+def _expert_order(counts_PSe: Tensor, num_rows: int) -> Tensor:
     """Order of gathered rows by local expert. Rows arrive by etp peer, then source, then expert."""
     chunks, num_local = counts_PSe.reshape(-1), counts_PSe.shape[-1]
     ids = torch.arange(chunks.shape[0], device=chunks.device) % num_local
     # The known output size spares repeat_interleave a host synchronisation.
-    return sort_by_expert(ids.repeat_interleave(chunks, output_size=num_rows))
+    order_R, _ = sort_by_expert(ids.repeat_interleave(chunks, output_size=num_rows))
+    return order_R

@@ -4,7 +4,7 @@ State between the two is a value that the first returns and the second takes: tw
 be in flight.
 """
 
-# Shapes.  T local tokens   K top-k   R rows of this rank's experts   D model width
+# Shapes.  T local tokens   K top-k   S rows that arrived   D model width
 
 from __future__ import annotations
 
@@ -25,9 +25,14 @@ class Dispatcher(Protocol[State]):
     """
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[ExpertRows, State]:
-        """Rows of this rank's experts in expert order, and what `combine` needs."""
+        """Rows for this rank's experts, each once, and what `combine` needs."""
         ...
 
-    def combine(self, rows_RD: Tensor, state: State) -> Tensor:
-        """Sum of the expert outputs of every local token, [T, D]."""
+    def combine(self, out_SD: Tensor, state: State) -> Tensor:
+        """Sum of the expert outputs of every local token, [T, D].
+
+        Args:
+            out_SD: Sum over this rank's experts of every row that `dispatch` gave, in its order.
+            state: From that `dispatch`.
+        """
         ...
