@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEMO := recipes/demo.tp2cp1dp2pp1-etp1ep4edp1.yaml
 SOURCES := lightning_fold kernels tests benchmarks recipes
-TEXTS := README.md ARCHITECTURE.md CHANGELOG.md pyproject.toml constraints.txt Makefile .ci/run
+TEXTS := docs README.md ARCHITECTURE.md CHANGELOG.md pyproject.toml constraints.txt Makefile .ci/run
 
 .DEFAULT_GOAL := test
 .PHONY: demo test test-full mutate lint bench clean
@@ -47,6 +47,7 @@ mutate: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/strategy_overhead.py
+	$(BIN)/python benchmarks/moe_layer.py
 
 clean:
 	rm -rf $(VENV) runs lightning_logs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -42,8 +42,8 @@ def main() -> None:
         launch(ranks, ["--rounds", str(arguments.rounds), "--steps", str(arguments.steps)])
 
 
-def launch(ranks: int, options: list[str]) -> None:
-    """Run this file on `ranks` processes, one thread each."""
+def launch(ranks: int, options: list[str], script: str = __file__) -> None:
+    """Run a script on `ranks` processes, one thread each."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -59,7 +59,7 @@ def launch(ranks: int, options: list[str]) -> None:
     for rank in range(ranks):
         environment = os.environ | {k: str(v) for k, v in shared.items()}
         environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        command = [sys.executable, __file__, *options]
+        command = [sys.executable, script, *options]
         processes.append(subprocess.Popen(command, env=environment))
     if any(process.wait() for process in processes):
         raise SystemExit("a rank failed")

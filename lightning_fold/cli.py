@@ -1,4 +1,4 @@
-"""The command line: `lightning-fold fit | validate | test | predict | show | inspect | convert`.
+"""The command line: `lightning-fold fit | validate | test | predict | show | verify | ...`.
 
 Owns the commands and what LightningCLI needs to serve this package; `cli_config` checks what a
 user wrote and `cli_errors` how a command ends. `python -m lightning_fold.cli` and
@@ -35,6 +35,7 @@ from lightning_fold import __version__
 from lightning_fold.cli_checkpoint import run_convert, run_inspect
 from lightning_fold.cli_config import CommandParser, check_arguments, explain_parse_error
 from lightning_fold.cli_errors import PROGRAM, UsageError, end_with, relayed
+from lightning_fold.cli_verify import run_verify
 from lightning_fold.model.fold import check_model
 from lightning_fold.model.on_meta import parameters_on_meta
 from lightning_fold.strategy import FoldedMoEStrategy
@@ -55,6 +56,8 @@ _HELP = f"""usage: {PROGRAM} COMMAND [options]
                                  {PROGRAM} fit --config FILE --trainer.max_steps 50
   show                           which GPU is in which group, for example
                                  {PROGRAM} show --world 16 --tp 2 --ep 8
+  verify                         whether every mapping trains as one process does:
+                                 {PROGRAM} verify --ranks 4 --config FILE
   inspect                        what a checkpoint holds, without loading it
   convert                        a sharded folder into one file, and back:
                                  {PROGRAM} convert last.ckpt whole.ckpt
@@ -152,7 +155,8 @@ class FoldedCLI(LightningCLI):
             "configure_model", self.model
         ):
             return
-        check_model(self.model, strategy.folding)
+        method = strategy.config.context_parallel_method
+        check_model(self.model, strategy.folding, context_method=method)
 
     def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
         """Build the configured optimizer when the strategy asks for it, not before.
@@ -243,6 +247,7 @@ def _command(words: list[str]) -> Callable[[list[str]], None]:
         return _print_about
     own: dict[str, Callable[[list[str]], None]] = {
         "show": _show,
+        "verify": run_verify,
         "inspect": run_inspect,
         "convert": run_convert,
     }

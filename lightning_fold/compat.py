@@ -95,7 +95,7 @@ def bypassed(core_name: str) -> RuntimeError:
 
 
 def sync_metrics_over(module: nn.Module, peers: ProcessGroup) -> None:
-    """Let the torchmetrics of `module` sync over `peers`: a world-wide sum counts tp copies.
+    """Let the torchmetrics of `module` sync over `peers`: a world-wide sum counts tp, cp copies.
 
     A metric that has a group or a function of its own keeps it.
     """

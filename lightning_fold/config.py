@@ -8,12 +8,15 @@ world or a model is `topology.doctor`'s to say; this module knows neither.
 from __future__ import annotations
 
 import functools
+import math
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from lightning_fold.dispatchers import check_dispatcher
+from lightning_fold.router_options import RouterOptions, parse_options
 from lightning_fold.topology.doctor import DEGREE_FIELDS, check_degree, nearest
 
 # c10d counts nanoseconds; a month is far from its limit.
@@ -22,27 +25,13 @@ _LONGEST_TIMEOUT_S = 30 * 24 * 3600.0
 # Field -> what to use instead of the feature that is not built. A field leaves this table when
 # its feature is built; `check` and its test read nothing else.
 _NOT_BUILT: dict[str, str] = {
-    "context_parallel_size": (
-        "Use `tensor_parallel_size`, which splits the sequence between the matrix products, or "
-        "shorter sequences"
-    ),
     "pipeline_parallel_size": "Use `expert_parallel_size` and `tensor_parallel_size`",
-    "capacity_factor": "Use None: every routed token is computed and none is dropped",
-    "token_drop": "Leave it out: no token is dropped",
-    "context_parallel_method": "Leave it out: context_parallel_size is 1",
     "pipeline_schedule": "Leave it out: pipeline_parallel_size is 1",
     "virtual_pipeline_size": "Leave it out: pipeline_parallel_size is 1",
     "num_microbatches": "Use the Trainer's `accumulate_grad_batches`",
     "microbatch_size": "Use a smaller batch and the Trainer's `accumulate_grad_batches`",
     "pipeline_layout": "Leave it out: pipeline_parallel_size is 1",
-    "activation_checkpointing": (
-        "Use the model's own, such as `gradient_checkpointing_enable()` in transformers"
-    ),
     "expert_precision": "Use the Trainer's `precision='bf16-mixed'` or 'bf16-true'",
-    "moe_layers": "Use a model whose MoE blocks are found by their structure",
-    "router": "Use 'model': the model's own router decides",
-    "router_options": "Set the router's options in the model's own config",
-    "sentinel_every": "Compare with a single-process run in fp64 (`lightning_fold.verify`)",
 }
 
 
@@ -55,8 +44,10 @@ class FoldedConfig:
     Costs an all-gather and a reduce-scatter of the activations around each of these."""
 
     context_parallel_size: int = 1
-    """Ranks that split one sequence inside attention (cp). Costs an exchange of keys and values
-    per attention layer."""
+    """Ranks that share the tokens of each sequence (cp), dealt in a zigzag so that all have as much
+    to attend to. They read the same batches. Costs an exchange per attention layer, forward and
+    backward. A call with `labels` returns the loss of whole sequences but the logits of this
+    rank's tokens only; without, logits are gathered, which costs B * S * V of memory."""
 
     pipeline_parallel_size: int = 1
     """Stages the layers are cut into (pp), in both views. Costs idle time at both ends of a
@@ -76,20 +67,32 @@ class FoldedConfig:
     all-gather of every layer per backward."""
 
     capacity_factor: float | None = None
-    """Tokens kept per expert relative to an even load; None keeps all. A bound makes the
-    worst step faster and costs dropped tokens, hence different results."""
+    """Tokens kept per expert relative to an even load: ceil(tokens * top_k / experts * factor);
+    None keeps all. A bound makes the worst step faster and costs dropped tokens, hence different
+    results: a token that loses all its experts gets zero from them, and weights are not
+    renormalised. `router_options`: `capacity_scope` "local" (default) counts and decides on each
+    rank's tokens, so that results depend on the mapping; "sequence" on whole sequences, the same
+    under every mapping, which costs a gather of the decision over tp and cp per layer.
+    `pad_to_capacity` sends exactly that many rows per rank and expert: no host synchronisation
+    in a layer, at the cost of empty rows."""
 
     token_drop: Literal["probability", "position"] = "probability"
-    """Which tokens beyond the capacity go: the least probable, or the last. `probability`
-    costs a sort per expert."""
+    """Which tokens beyond the capacity go: those with the least routing weight (of equal ones the
+    later), or the last. `probability` costs a sort of the routing weights per layer."""
 
-    dispatcher: Literal["auto", "local", "all_to_all"] = "auto"
+    dispatcher: str = "auto"
     """How tokens reach their experts. `auto` takes `local`, which costs no communication, where
-    no expert is split or shared out, and `all_to_all` elsewhere."""
+    no expert is split or shared out, and `all_to_all` elsewhere, which costs a row each way per
+    token and expert. `dedup` costs one per token and rank: fewer where top_k exceeds the ranks a
+    token's experts lie on (a quarter of the bytes for top-8 over ep=2), and 8 more bytes per row
+    and choice. `all_gather` costs every token on every rank, cheap for tiny ep only.
+    `lightning_fold.register_dispatcher` adds others."""
 
     context_parallel_method: Literal["all_gather", "ulysses", "ring"] = "all_gather"
-    """How attention sees the whole sequence. `all_gather` costs memory for all keys and values,
-    `ulysses` needs cp to divide the heads, `ring` costs cp small exchanges per layer."""
+    """How attention sees the whole sequence. `all_gather` costs memory for the keys and values of
+    all tokens, one layer at a time. `ulysses` costs four all-to-alls and needs cp to divide
+    heads/tp. `ring` costs 2 * cp messages a layer, which travel while it computes, and scores of
+    (S / 2cp)^2 a head; it serves no attention dropout."""
 
     pipeline_schedule: str = "1f1b"
     """Order of the microbatches on the stages. Shorter idle time costs activation memory or
@@ -111,16 +114,21 @@ class FoldedConfig:
     a look at the slowest stage whenever the model changes."""
 
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """Activations recomputed in backward. `selective` costs little time for the largest ones,
-    `full` costs a second forward for all of them."""
+    """What backward computes again instead of keeping. `none` keeps, of the experts, the rows that
+    arrived and the first product, nothing of their activations and outputs. `selective` drops the
+    first product too, 2 * F elements per routed row, and costs two thirds of the experts' forward;
+    no row travels again. `full` keeps each layer's input only and costs a second forward, exchanges
+    included, and a Python call per operation of it; routing decisions are kept. Excludes the
+    model's own gradient checkpointing."""
 
     expert_precision: Literal["bf16", "fp8_block"] = "bf16"
     """Number format of the expert matrix products. `fp8_block` costs accuracy and the
     quantisation of every input."""
 
     moe_layers: dict[str, Any] | None = None
-    """Module paths and adapters of MoE layers that are not found by their structure; None finds
-    them all. Costs an entry to keep right by hand."""
+    """Expert degrees of single decoder layers, such as `{"0-3": {"etp": 2, "ep": 2}}`; layers that
+    are not named have those of the strategy. Costs process groups of its own for each pair of
+    degrees."""
 
     save_distributed_checkpoint: bool = True
     """True writes a folder of shards, each rank its own. False writes one file as a
@@ -142,15 +150,29 @@ class FoldedConfig:
     shards; leave it out of a run that resumes from `ckpt_path`, which reads all again."""
 
     router: Literal["model", "folded", "balanced"] = "model"
-    """Who routes: the model's own router, this package's, or an artificial even load, which
-    costs the meaning of the loss and serves measurements only."""
+    """Who routes. `model`: the model's own router. `folded`: its weights, with the decision of
+    `router_options`. `balanced`: tokens take experts in turn, which costs the meaning of the loss
+    and serves measurements only."""
 
     router_options: dict[str, Any] | None = None
-    """Options of a router other than the model's own."""
+    """What a router decides and what balances the experts; None changes nothing.
+
+    With router='folded' only; what is left out is taken from the model's config:
+    `top_k`, `scores` ('softmax', 'sigmoid', 'sqrt_softplus'), `softmax_after_topk`, `renormalise`,
+    `scaling_factor`, `num_groups`, `top_groups`, `group_score` ('top2_sum', 'max'), `dtype` of the
+    router's product ('fp32', 'fp64'), `input_jitter`.
+
+    With any router: `aux_losses`, a list of {'formula': ..., 'coefficient': ...} ('per_sequence',
+    'per_layer', 'model', 'global_batch'; `moe.balance` has the units), `z_loss` (a coefficient),
+    `bias_update_rate` (step of the expert bias after every optimizer step). Losses cost a softmax
+    a layer and two small all-reduces a forward over tp and over cp, 'global_batch' two more a layer
+    over dp; the bias costs one all-reduce a step."""
 
     sentinel_every: int = 0
-    """Steps between checks that replicas still agree; 0 never checks. A check costs one
-    all-reduce of a checksum per parameter."""
+    """Steps between checks that copies of parameters agree, that gradients are the sums of what
+    the ranks computed, that every expert has one, and that no token is lost; the first step of a
+    run is checked too. 0 never checks. A check costs one read of all parameters and gradients and
+    a few numbers a parameter on the wire; every 100 steps it is below 1 % of the time."""
 
     collective_timeout_s: float = 1800.0
     """Seconds that a rank waits for its peers in one collective; then the run ends and tells
@@ -187,7 +209,22 @@ class FoldedConfig:
             if field.name in _NOT_BUILT and value != field.default:
                 raise ValueError(_explain_not_built(field.name, value, field.default))
         self._check_dispatcher()
+        self._check_capacity()
         self._check_timeout()
+        self._check_sentinel()
+        _ = self.routing
+
+    @property
+    def routing(self) -> RouterOptions:
+        """`router` and `router_options`, checked; raises ValueError."""
+        return parse_options(self.router, self.router_options)
+
+    def _check_sentinel(self) -> None:
+        if self.sentinel_every < 0:
+            raise ValueError(
+                f"sentinel_every={self.sentinel_every} is no number of steps. Legal "
+                "sentinel_every: 0 (never), or at least 1.  Change `sentinel_every`."
+            )
 
     def _check_timeout(self) -> None:
         if not 0 < self.collective_timeout_s <= _LONGEST_TIMEOUT_S:
@@ -199,11 +236,23 @@ class FoldedConfig:
 
     def _check_dispatcher(self) -> None:
         etp, ep = self.expert_tensor_parallel_size, self.expert_parallel_size
-        if self.dispatcher == "local" and etp * ep > 1:
+        pads = bool((self.router_options or {}).get("pad_to_capacity"))
+        check_dispatcher(self.dispatcher, etp=etp, ep=ep, pads=pads)
+
+    def _check_capacity(self) -> None:
+        factor, options = self.capacity_factor, self.router_options or {}
+        if factor is not None and not 0 < factor < math.inf:
             raise ValueError(
-                f"dispatcher='local' keeps tokens on their rank, but etp*ep = {etp}*{ep} = "
-                f"{etp * ep} ranks hold the experts. Legal dispatcher: 'auto', 'all_to_all'."
-                "  Change `dispatcher`."
+                f"capacity_factor={factor} leaves an expert room for tokens * top_k / experts * "
+                f"{factor} rows, which is no number of rows. Legal capacity_factor: above 0, 1.0 "
+                "for an even load, or None.  Change `capacity_factor`."
+            )
+        alone = [key for key in ("capacity_scope", "pad_to_capacity") if options.get(key)]
+        if factor is None and alone:
+            raise ValueError(
+                f"router_options[{alone[0]!r}]={options[alone[0]]!r} says how a capacity works, "
+                "and capacity_factor=None sets none. Legal capacity_factor: above 0, 1.0 for an "
+                "even load.  Change `capacity_factor`."
             )
 
 

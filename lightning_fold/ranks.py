@@ -1,7 +1,7 @@
 """Who the ranks are, as Lightning asks: device, samples, reductions, barriers, broadcasts.
 
-Samples and metrics belong to dp x cp ranks; tp peers hold the same ones, so a sum over the world
-would count them tp times. Agreement (early stopping, checkpoints) is over all ranks. Knows
+Samples and metrics belong to dp ranks; tp and cp peers hold the same ones, so a sum over the world
+would count them tp * cp times. Agreement (early stopping, checkpoints) is over all ranks. Knows
 nothing of models.
 """
 
@@ -79,7 +79,7 @@ class MeshStrategy(ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Samples are divided over dp; tp peers read the same ones."""
+        """Samples are divided over dp; tp and cp peers read the same ones."""
         return {"num_replicas": self.comm.size("dp"), "rank": self.comm.rank("dp")}
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -146,10 +146,10 @@ class MeshStrategy(ParallelStrategy):
     def reduce(
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean"
     ) -> Any:
-        """Reduce over the ranks with different samples (dp x cp): tp peers hold the same value."""
+        """Reduce over the ranks with different samples (dp): their peers hold the same value."""
         if not isinstance(tensor, Tensor) or self._comm is None:
             return tensor
-        group = self.meshes.group("dp_cp") if group is None else group
+        group = self.meshes.group("dp") if group is None else group
         return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

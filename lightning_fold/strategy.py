@@ -35,12 +35,17 @@ from lightning_fold.checkpoint.initial import open_initial
 from lightning_fold.config import FoldedConfig, checked_names
 from lightning_fold.model.fold import FoldedModel, fold_model
 from lightning_fold.model.on_meta import parameters_on_meta
+from lightning_fold.model.sentinel import install_sentinel
 from lightning_fold.model.weights import WeightSource, fold_with_weights, starts_on_meta
+from lightning_fold.moe.capacity import capacity_of
+from lightning_fold.moe.tokens import RunningTokens
 from lightning_fold.params import Family
+from lightning_fold.params.sentinel import Sentinel
 from lightning_fold.saving import SavingStrategy
 from lightning_fold.topology.comm import Comm
 from lightning_fold.topology.doctor import resolve_folding
 from lightning_fold.topology.folding import Folding
+from lightning_fold.topology.layer_foldings import layer_foldings
 from lightning_fold.topology.meshes import build_meshes
 from lightning_fold.topology.replicas import seed_token_owners, sync_buffers, sync_module_states
 
@@ -70,7 +75,7 @@ class FoldedMoEStrategy(SavingStrategy):
         data_parallel_shard: Literal["optimizer", "full"] = "optimizer",
         capacity_factor: float | None = None,
         token_drop: Literal["probability", "position"] = "probability",
-        dispatcher: Literal["auto", "local", "all_to_all"] = "auto",
+        dispatcher: str = "auto",
         context_parallel_method: Literal["all_gather", "ulysses", "ring"] = "all_gather",
         pipeline_schedule: str = "1f1b",
         virtual_pipeline_size: int = 1,
@@ -97,6 +102,8 @@ class FoldedMoEStrategy(SavingStrategy):
         self._names_before: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
         self._core_called = False
         self._extra_steps = 0
+        self._syncs = True
+        self.sentinel: Sentinel | None = None
 
     # What others may read.
 
@@ -116,9 +123,19 @@ class FoldedMoEStrategy(SavingStrategy):
         )
 
     @property
+    def layer_foldings(self) -> dict[int, Folding]:
+        """The foldings of decoder layers that have their own, by number (`moe_layers`)."""
+        return layer_foldings(self.config.moe_layers, self.folding)
+
+    @property
     def families(self) -> dict[str, Family]:
         """Family of every parameter, by its name in `lightning_module.named_parameters()`."""
         return dict(self._model_or_raise().families)
+
+    @property
+    def tokens(self) -> RunningTokens:
+        """Which tokens of the batch this rank holds inside the model, of the latest forward."""
+        return self._model_or_raise().tokens
 
     # Set-up.
 
@@ -126,7 +143,7 @@ class FoldedMoEStrategy(SavingStrategy):
         environment = self.cluster_environment
         assert environment is not None
         # An illegal mapping or a bad file is refused before any process starts.
-        _ = self.folding
+        _ = self.layer_foldings
         if self.config.init_from is not None:
             open_initial(self.config.init_from)
         if not environment.creates_processes_externally:
@@ -148,7 +165,12 @@ class FoldedMoEStrategy(SavingStrategy):
         self._guard.connect(self, timeout_s=limit_s)
         if self._comm is None:
             timeout = timedelta(seconds=limit_s)
-            meshes = build_meshes(self.folding, self.root_device.type, timeout=timeout)
+            meshes = build_meshes(
+                self.folding,
+                self.root_device.type,
+                layer_foldings=self.layer_foldings.values(),
+                timeout=timeout,
+            )
             self._comm = Comm(meshes, self.telemetry)
 
     def setup(self, trainer: Trainer) -> None:
@@ -185,6 +207,11 @@ class FoldedMoEStrategy(SavingStrategy):
             module,
             comm=self.comm,
             dispatcher=self.config.dispatcher,
+            capacity=capacity_of(self.config),
+            router=self.config.routing,
+            layer_foldings=self.layer_foldings,
+            context_method=self.config.context_parallel_method,
+            activation_checkpointing=self.config.activation_checkpointing,
             frees_after_forward=self.config.data_parallel_shard == "full",
         )
         self._folded = fold_with_weights(module, fold, source=self._weight_source(on_meta))
@@ -194,8 +221,11 @@ class FoldedMoEStrategy(SavingStrategy):
         core = self._folded.parts.core
         core.register_forward_pre_hook(self._note_core_call)
         core.register_forward_hook(self._reshard_without_grad, always_call=True)
-        if self.meshes.size("dp_cp") < self.world_size:
-            compat.sync_metrics_over(module, self.meshes.group("dp_cp"))
+        if self.meshes.size("dp") < self.world_size:
+            compat.sync_metrics_over(module, self.meshes.group("dp"))
+        if config.sentinel_every > 0:
+            every = config.sentinel_every
+            self.sentinel = install_sentinel(self._folded, comm=self.comm, every=every)
         rank_zero_info(self._folded.describe(self.folding))
 
     def _to_device(self, module: LightningModule, sync: Callable[[nn.Module], None]) -> None:
@@ -233,6 +263,8 @@ class FoldedMoEStrategy(SavingStrategy):
         for optimizer in self.optimizers:
             compat.rebind_stale_parameters(optimizer, current=current, names_before=before)
             compat.check_optimizer(optimizer)
+        if (balance := self._model_or_raise().balance) is not None:
+            balance.watch(self.optimizers)
 
     def model_to_device(self) -> None:
         """Move the module to this rank's device."""
@@ -258,6 +290,8 @@ class FoldedMoEStrategy(SavingStrategy):
         """Run the user's step; refuse one that bypasses the core, whose weights would be shards."""
         self._core_called = False
         folded = self._model_or_raise()
+        if self.sentinel is not None:
+            self.sentinel.begin(self._module.trainer.global_step)
         try:
             out = super().training_step(*args, **kwargs)
         except RuntimeError as error:
@@ -298,7 +332,19 @@ class FoldedMoEStrategy(SavingStrategy):
 
         The mean over dp ranks of each rank's mean is then a sum of gradients (DESIGN section 5.4).
         """
-        return super().backward(closure_loss / self.folding.dp, optimizer, *args, **kwargs)
+        if self.sentinel is not None:
+            self.sentinel.before_backward()
+        loss = super().backward(closure_loss / self.folding.dp, optimizer, *args, **kwargs)
+        if self.sentinel is not None and self._syncs:
+            self.sentinel.finish()
+        return loss
+
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Step, and begin to count the next global batch, also where a scaler skipped the step."""
+        out = super().optimizer_step(optimizer, *args, **kwargs)
+        if (balance := self._model_or_raise().balance) is not None:
+            balance.close_batch(optimizer)
+        return out
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -310,6 +356,7 @@ class FoldedMoEStrategy(SavingStrategy):
             self._set_sync(True)
 
     def _set_sync(self, enabled: bool) -> None:
+        self._syncs = enabled
         for root in self._model_or_raise().roots:
             root.set_requires_gradient_sync(enabled)
             root.set_reshard_after_backward(enabled or self.config.data_parallel_shard == "full")

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 
 Backend = Literal["torch_grouped_mm", "loop"]
+Form = Literal["loop", "grouped"]
 
 # torch 2.13 refuses other dtypes, and strides that are no multiple of 16 bytes.
 GROUPED_MM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -25,3 +26,13 @@ def choose_grouped_gemm(
         return "loop"
     aligned = all(width * dtype.itemsize % ALIGNMENT_BYTES == 0 for width in (in_width, out_width))
     return "torch_grouped_mm" if aligned and min(in_width, out_width) > 0 else "loop"
+
+
+def choose_experts(device_type: str) -> Form:
+    """Form of the expert computation: `loop` in batches of experts, or `grouped`, all at once.
+
+    On a CPU the loop has the faster products (the same ones, preallocated, in cache) and works in
+    a fraction of the memory; measured for 8 to 64 experts by `benchmarks/moe_layer.py`. On a GPU
+    a call costs more than a small product; that side is reasoned, not measured.
+    """
+    return "loop" if device_type == "cpu" else "grouped"

@@ -1,8 +1,8 @@
-"""Grouped GEMM: consecutive groups of rows, each with its own weight.
+"""Grouped GEMM: consecutive groups of rows, each with its own weight, and its weight gradient.
 
-`grouped_gemm` is the checked entry, `grouped_gemm_ref` the plain form. A group without rows
-contributes nothing and its weight still gets a gradient of zeros, never None: optimizers and
-collectives meet the same parameters on all ranks.
+`grouped_gemm` and `grouped_weight_gradient` are the checked entries, the `_ref` functions the
+plain forms. A group without rows contributes nothing and its weight still gets a gradient of
+zeros, never None: optimizers and collectives meet the same parameters on all ranks.
 """
 
 # Shapes.  R rows   e experts   I input width   O output width
@@ -37,20 +37,39 @@ def grouped_gemm(
             f"grouped_gemm: rows {tuple(rows_RI.shape)} with counts that sum to {sum(sizes)} do "
             f"not fit weights {tuple(weight_eOI.shape)}, which are [experts, out, in]"
         )
-    backend = choose_grouped_gemm(
-        rows_RI.dtype,
-        in_width=weight_eOI.shape[2],
-        out_width=weight_eOI.shape[1],
-        device_type=rows_RI.device.type,
-    )
-    # grouped_mm accepts no empty operand; the reference keeps the graph alive without rows.
-    if backend == "loop" or rows_RI.shape[0] == 0:
+    if not _served(rows_RI, in_width=weight_eOI.shape[2], out_width=weight_eOI.shape[1]):
         return grouped_gemm_ref(rows_RI, weight_eOI, sizes)
-    offsets_e = counts_e.cumsum(0).to(torch.int32)
-    return F.grouped_mm(rows_RI, weight_eOI.transpose(-2, -1), offs=offsets_e)
+    return F.grouped_mm(rows_RI, weight_eOI.transpose(-2, -1), offs=_ends(counts_e))
 
 
 def grouped_gemm_ref(rows_RI: Tensor, weight_eOI: Tensor, sizes: Sequence[int]) -> Tensor:
     """The loop over experts, an expert without rows included."""
     parts = rows_RI.split(list(sizes))
     return torch.cat([part @ weight.T for part, weight in zip(parts, weight_eOI, strict=True)])
+
+
+def grouped_weight_gradient(
+    grad_RO: Tensor, rows_RI: Tensor, counts_e: Tensor, sizes: Sequence[int]
+) -> Tensor:
+    """Gradient of `grouped_gemm` to its weights, [e, O, I]. Arguments as there."""
+    if not _served(rows_RI, in_width=rows_RI.shape[1], out_width=grad_RO.shape[1]):
+        return grouped_weight_gradient_ref(grad_RO, rows_RI, sizes)
+    return F.grouped_mm(grad_RO.t(), rows_RI, offs=_ends(counts_e))
+
+
+def grouped_weight_gradient_ref(grad_RO: Tensor, rows_RI: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The loop over experts, an expert without rows included."""
+    parts = zip(grad_RO.split(list(sizes)), rows_RI.split(list(sizes)), strict=True)
+    return torch.stack([grad.T @ rows for grad, rows in parts])
+
+
+def _served(rows: Tensor, *, in_width: int, out_width: int) -> bool:
+    backend = choose_grouped_gemm(
+        rows.dtype, in_width=in_width, out_width=out_width, device_type=rows.device.type
+    )
+    # grouped_mm accepts no empty operand; the reference keeps the graph alive without rows.
+    return backend == "torch_grouped_mm" and rows.shape[0] > 0
+
+
+def _ends(counts_e: Tensor) -> Tensor:
+    return counts_e.cumsum(0).to(torch.int32)

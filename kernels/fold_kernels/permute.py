@@ -1,10 +1,10 @@
 """Row permutation around the experts: copy rows out in expert order, gather and sum them back.
 
 Both directions are gathers in forward and backward, never scatters: sums have a fixed order and
-need no atomics.
+need no atomics. Places without a row (static shapes) are written as zeros, never left as found.
 """
 
-# Shapes.  T tokens   K top-k   N = T*K routed rows   D model width
+# Shapes.  T tokens   K top-k   N = T*K routed rows   M rows sent, N without holes   D model width
 
 from __future__ import annotations
 
@@ -29,50 +29,70 @@ def sort_by_expert(index_TK: Tensor) -> tuple[Tensor, Tensor]:
     return order_N, inverse_N
 
 
-def permute(x_TD: Tensor, order_N: Tensor, inverse_N: Tensor, top_k: int) -> Tensor:
-    """Copy each token's row once per chosen expert, in expert order: [T, D] to [N, D]."""
-    out: Tensor = _Permute.apply(x_TD, order_N, inverse_N, top_k)
+def permute(
+    x_TD: Tensor, order_M: Tensor, inverse_N: Tensor, top_k: int, *, holes: bool = False
+) -> Tensor:
+    """Copy each token's row once per chosen expert, in the order given: [T, D] to [M, D].
+
+    Args:
+        x_TD: Rows of the tokens.
+        order_M: int64, routed row that comes i-th.
+        inverse_N: int64, place of every routed row.
+        top_k: K.
+        holes: Whether N in `order_M` means a row of zeros and M in `inverse_N` no place. Costs a
+            copy of the input.
+    """
+    out: Tensor = _Permute.apply(x_TD, order_M, inverse_N, top_k, holes)
     return out
 
 
-def unpermute(rows_ND: Tensor, order_N: Tensor, inverse_N: Tensor, top_k: int) -> Tensor:
-    """Sum the K rows of every token: [N, D] in expert order to [T, D]."""
-    out: Tensor = _Unpermute.apply(rows_ND, order_N, inverse_N, top_k)
+def unpermute(
+    rows_MD: Tensor, order_M: Tensor, inverse_N: Tensor, top_k: int, *, holes: bool = False
+) -> Tensor:
+    """Sum the K rows of every token: [M, D] in the order given to [T, D]; see `permute`."""
+    out: Tensor = _Unpermute.apply(rows_MD, order_M, inverse_N, top_k, holes)
     return out
 
 
-def _copy_out(x_TD: Tensor, order_N: Tensor, top_k: int) -> Tensor:
-    return x_TD.index_select(0, order_N // top_k)
+def _copy_out(x_TD: Tensor, order_M: Tensor, top_k: int, holes: bool) -> Tensor:
+    # Row N // K = T is the row of zeros.
+    return _with_zeros(x_TD, holes).index_select(0, order_M // top_k)
 
 
-def _gather_and_sum(rows_ND: Tensor, inverse_N: Tensor, top_k: int) -> Tensor:
-    rows_TKD = rows_ND.index_select(0, inverse_N).view(-1, top_k, rows_ND.shape[1])
-    return rows_TKD.sum(1)
+def _gather_and_sum(rows_MD: Tensor, inverse_N: Tensor, top_k: int, holes: bool) -> Tensor:
+    rows_ND = _with_zeros(rows_MD, holes).index_select(0, inverse_N)
+    return rows_ND.view(-1, top_k, rows_MD.shape[1]).sum(1)
+
+
+def _with_zeros(rows: Tensor, wanted: bool) -> Tensor:
+    return torch.cat([rows, rows.new_zeros(1, rows.shape[1])]) if wanted else rows
 
 
 class _Permute(Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, order_N: Tensor, inverse_N: Tensor, top_k: int) -> Tensor:
+    def forward(
+        ctx: Any, x_TD: Tensor, order_M: Tensor, inverse_N: Tensor, top_k: int, holes: bool
+    ) -> Tensor:
         ctx.save_for_backward(inverse_N)
-        ctx.top_k = top_k
-        return _copy_out(x_TD, order_N, top_k)
+        ctx.options = top_k, holes
+        return _copy_out(x_TD, order_M, top_k, holes)
 
     @staticmethod
-    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor, None, None, None, None]:
         (inverse_N,) = ctx.saved_tensors
-        return _gather_and_sum(grad_ND, inverse_N, ctx.top_k), None, None, None
+        return _gather_and_sum(grad_MD, inverse_N, *ctx.options), None, None, None, None
 
 
 class _Unpermute(Function):
     @staticmethod
     def forward(
-        ctx: Any, rows_ND: Tensor, order_N: Tensor, inverse_N: Tensor, top_k: int
+        ctx: Any, rows_MD: Tensor, order_M: Tensor, inverse_N: Tensor, top_k: int, holes: bool
     ) -> Tensor:
-        ctx.save_for_backward(order_N)
-        ctx.top_k = top_k
-        return _gather_and_sum(rows_ND, inverse_N, top_k)
+        ctx.save_for_backward(order_M)
+        ctx.options = top_k, holes
+        return _gather_and_sum(rows_MD, inverse_N, top_k, holes)
 
     @staticmethod
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None, None]:
-        (order_N,) = ctx.saved_tensors
-        return _copy_out(grad_TD, order_N, ctx.top_k), None, None, None
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (order_M,) = ctx.saved_tensors
+        return _copy_out(grad_TD, order_M, *ctx.options), None, None, None, None

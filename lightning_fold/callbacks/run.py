@@ -32,7 +32,7 @@ def log_value(module: LightningModule, key: str, value: float, *, prog_bar: bool
 def sum_over_world(values: Tensor) -> Tensor:
     """Sum in place over all ranks. Collective over all ranks.
 
-    `strategy.reduce` does not serve: under FoldedMoEStrategy it spans dp x cp, and tp peers hold
+    `strategy.reduce` does not serve: under FoldedMoEStrategy it spans dp, and tp and cp peers hold
     different tokens (sequence parallel) whose counts have to be added as well.
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():

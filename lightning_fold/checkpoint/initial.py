@@ -48,7 +48,12 @@ def open_initial(path: str) -> TensorFile:
 
 
 def find_initial(
-    path: str, module: nn.Module, *, core: str, halved: Collection[str]
+    path: str,
+    module: nn.Module,
+    *,
+    core: str,
+    halved: Collection[str],
+    added: Collection[str] = (),
 ) -> InitialWeights:
     """Open `path` and match it with the folded `module`, on meta or not. Local.
 
@@ -59,6 +64,7 @@ def find_initial(
         module: The LightningModule.
         core: Attribute of the core.
         halved: Names of live [E, 2, F, D] parameters.
+        added: Names that the file may lack, since the user's model does; they keep their values.
 
     Raises:
         ValueError: Names, shapes or kinds of dtype do not fit, or the file is damaged.
@@ -70,7 +76,7 @@ def find_initial(
     sources = {prefix + name: name for name in file.entries}
     tied = _tied_names(module)
     covered = {alias for name in sources for alias in tied.get(name, (name,))}
-    missing, unknown = sorted(wanted - covered), sorted(sources.keys() - live.keys())
+    missing, unknown = sorted(wanted - covered - set(added)), sorted(sources.keys() - live.keys())
     if missing or unknown:
         raise ValueError(_explain_names(path, missing, [sources[name] for name in unknown]))
     for name, source in sources.items():

@@ -1,27 +1,35 @@
 """The built-in Mixture-of-Experts decoder: plain torch, one file, one process.
 
 Owns the model that the demo trains and that the equivalence suite takes as its reference, so it
-imports nothing of this package. Invariant: module names and call conventions are those of
-Hugging Face decoders (Mixtral, Qwen3-MoE), so whatever works on one works on the other.
+imports `fold_kernels` and nothing else of ours. Invariant: module names and call conventions are
+those of Hugging Face decoders (Mixtral, Qwen3-MoE), so whatever works on one works on the other.
 Not here: anything parallel, generation caches, auxiliary losses.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fold_kernels.router import RouterSpec, route_ref, router_logits
+
 # Shapes.  B batch  S sequence  H heads  V vocabulary
 #          T tokens = B*S    K top-k    N = T*K routed rows
 #          E experts         D model width    F expert width
 
 Angles = tuple[Tensor, Tensor]
+_ROUTER_DTYPES = {"": None, "fp32": torch.float32, "fp64": torch.float64}
+_ROUTER_CHOICES = {
+    "scoring_func": ("softmax", "sigmoid", "sqrt_softplus"),
+    "group_score": ("top2_sum", "max"),
+    "router_dtype": tuple(_ROUTER_DTYPES),
+}
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,17 @@ class DecoderConfig:
         intermediate_size: Width of the dense layers, those named in `mlp_only_layers`.
         head_dim: Width of one head; 0 means hidden_size / num_attention_heads.
         shared_expert_intermediate_size: Width of an expert every token uses; 0 means none.
+        scoring_func: Turns router logits into scores: softmax, sigmoid or sqrt_softplus.
+        softmax_after_topk: Choose by logits and take the softmax of the chosen ones alone.
         norm_topk_prob: Whether the routing weights of a token are rescaled to sum to 1.
+        routed_scaling_factor: Multiplies the routing weights.
+        n_group: Runs of experts; a token chooses from its best `topk_group` runs.
+        topk_group: See `n_group`.
+        group_score: What ranks the runs: top2_sum (DeepSeek-V3) or max (DeepSeek-V2).
+        use_expert_bias: Whether routers have a buffer `e_score_correction_bias` that is added to
+            what ranks the experts; `bias_update_rate` of the strategy moves it.
+        router_dtype: Of the router's product: fp32 or fp64; empty means that of the hidden states.
+        router_jitter_noise: The router's input is multiplied by U(1 - x, 1 + x) in training.
         attention_bias: Whether q, k, v and o projections have biases.
         hidden_dropout: Dropout of the embedding and of each residual branch.
         initializer_range: Standard deviation of initial weights; outputs get it / sqrt(2 * layers).
@@ -51,7 +69,16 @@ class DecoderConfig:
     num_experts_per_tok: int = 2
     moe_intermediate_size: int = 128
     shared_expert_intermediate_size: int = 0
+    scoring_func: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
+    softmax_after_topk: bool = False
     norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    n_group: int = 1
+    topk_group: int = 1
+    group_score: Literal["top2_sum", "max"] = "top2_sum"
+    use_expert_bias: bool = False
+    router_dtype: Literal["", "fp32", "fp64"] = ""
+    router_jitter_noise: float = 0.0
     mlp_only_layers: tuple[int, ...] = ()
     tie_word_embeddings: bool = False
     attention_bias: bool = False
@@ -71,6 +98,7 @@ class DecoderConfig:
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
         _check_divides(self, "num_key_value_heads", "num_attention_heads")
         _check_options(self)
+        _check_router(self)
 
     @property
     def num_active_parameters(self) -> int:
@@ -82,10 +110,14 @@ class DecoderConfig:
 
 
 class DecoderOutput(NamedTuple):
-    """Loss and logits; a named tuple, so that hooks that walk outputs find the tensors."""
+    """Loss and logits; a named tuple, so that hooks that walk outputs find the tensors.
+
+    `aux_loss` is what a strategy adds to the loss to balance the experts; None by itself.
+    """
 
     loss: Tensor | None
     logits: Tensor
+    aux_loss: Tensor | None = None
 
 
 class Decoder(nn.Module):
@@ -116,6 +148,8 @@ class Decoder(nn.Module):
             else:
                 is_output = "o_proj" in name or "down_proj" in name
                 parameter.normal_(std=output_std if is_output else config.initializer_range)
+        if isinstance(module, TopKRouter) and module.e_score_correction_bias is not None:
+            module.e_score_correction_bias.zero_()
 
     def forward(
         self,
@@ -124,11 +158,15 @@ class Decoder(nn.Module):
         labels: Tensor | None = None,
         position_ids: Tensor | None = None,
         logits_to_keep: int = 0,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> DecoderOutput:
         """Return logits [B, S, V] and, with labels, the mean next-token loss.
 
-        The mask is 0 at padding, on either side. Labels are not shifted; -100 is ignored.
-        `logits_to_keep` keeps the logits of that many last positions; 0 keeps all.
+        The mask is 0 at padding, on either side. Without a mask, positions that do not follow one
+        another begin a document of a packed sequence. Labels are not shifted; -100 is ignored.
+        `logits_to_keep` keeps the logits of that many last positions; 0 keeps all. `shift_labels`
+        are targets that are shifted already, and `num_items_in_batch` divides their loss.
         """
         if labels is not None and logits_to_keep:
             raise ValueError(
@@ -137,7 +175,10 @@ class Decoder(nn.Module):
             )
         hidden = self.model(input_ids, attention_mask, position_ids)
         logits = self.lm_head(hidden[:, -logits_to_keep:])
-        loss = None if labels is None else next_token_loss(logits, labels)
+        loss = None
+        if labels is not None:
+            targets = shifted(labels) if shift_labels is None else shift_labels
+            loss = target_loss(logits, targets, num_items_in_batch)
         return DecoderOutput(loss, logits)
 
 
@@ -154,6 +195,8 @@ class DecoderModel(nn.Module):
             DecoderLayer(config, layer) for layer in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        # Replaceable, as `Attention.attend` is: who holds part of a sequence masks by itself.
+        self.mask: Callable[[Tensor | None, Tensor | None], Tensor | None] = visible_mask
 
     def forward(
         self,
@@ -163,10 +206,10 @@ class DecoderModel(nn.Module):
     ) -> Tensor:
         """Return the normed hidden states [B, S, D]."""
         hidden = self.dropout(self.embed_tokens(input_ids))
+        mask = self.mask(attention_mask, position_ids)
         if position_ids is None:
             position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
         angles = rotary_angles(hidden, position_ids, self.config)
-        mask = causal_padding_mask(attention_mask)
         for layer in self.layers:
             run = partial(layer, attention_mask=mask, position_embeddings=angles)
             if self.gradient_checkpointing and self.training:
@@ -204,6 +247,9 @@ class Attention(nn.Module):
     """Grouped-query attention through SDPA.
 
     The number of heads is read off the projections' outputs, so narrowed projections work.
+
+    Attributes:
+        attend: Called as attention functions of Hugging Face are, and replaceable like them.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -219,6 +265,7 @@ class Attention(nn.Module):
         self.k_proj = linear(config.hidden_size, kv_heads * self.head_dim)
         self.v_proj = linear(config.hidden_size, kv_heads * self.head_dim)
         self.o_proj = linear(heads * self.head_dim, config.hidden_size)
+        self.attend: Callable[..., tuple[Tensor, None]] = sdpa_attend
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: Angles, attention_mask: Tensor | None
@@ -230,16 +277,16 @@ class Attention(nn.Module):
         key = self.k_proj(hidden_states).view(heads).transpose(1, 2)
         value = self.v_proj(hidden_states).view(heads).transpose(1, 2)
         query, key = (rotate(x, *position_embeddings) for x in (query, key))
-        attended = F.scaled_dot_product_attention(
+        attended, _ = self.attend(
+            self,
             query,
-            key.repeat_interleave(self.num_key_value_groups, dim=1),
-            value.repeat_interleave(self.num_key_value_groups, dim=1),
-            attn_mask=attention_mask,
-            dropout_p=self.attention_dropout if self.training else 0.0,
-            is_causal=attention_mask is None,
-            scale=self.scaling,
+            key,
+            value,
+            attention_mask,
+            scaling=self.scaling,
+            dropout=self.attention_dropout if self.training else 0.0,
         )
-        return self.o_proj(attended.transpose(1, 2).flatten(2))
+        return self.o_proj(attended.flatten(2))
 
 
 class GatedMLP(nn.Module):
@@ -278,22 +325,28 @@ class SparseMoeBlock(nn.Module):
 
 
 class TopKRouter(nn.Module):
-    """Linear router: softmax over all experts, then top-k."""
+    """Linear router with the decision of `fold_kernels.router`."""
+
+    e_score_correction_bias: Tensor | None
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
+        self.spec = router_spec(config)
         self.top_k = config.num_experts_per_tok
         self.num_experts = config.num_experts
-        self.norm_topk_prob = config.norm_topk_prob
+        self.dtype = _ROUTER_DTYPES[config.router_dtype]
+        self.jitter_noise = config.router_jitter_noise
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        bias_E = torch.zeros(config.num_experts) if config.use_expert_bias else None
+        self.register_buffer("e_score_correction_bias", bias_E)
 
     def forward(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return logits [T, E], weights [T, K] in at least fp32, and expert indices [T, K]."""
-        logits_TE = F.linear(hidden_TD, self.weight)
-        scores_TE = F.softmax(logits_TE, dim=-1, dtype=_at_least_fp32(logits_TE.dtype))
-        weights_TK, index_TK = scores_TE.topk(self.top_k, dim=-1)
-        if self.norm_topk_prob:
-            weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+        if self.training and self.jitter_noise > 0:
+            low, high = 1 - self.jitter_noise, 1 + self.jitter_noise
+            hidden_TD = hidden_TD * torch.empty_like(hidden_TD).uniform_(low, high)
+        logits_TE = router_logits(hidden_TD, self.weight, self.dtype)
+        weights_TK, index_TK, _ = route_ref(logits_TE, self.spec, self.e_score_correction_bias)
         return logits_TE, weights_TK, index_TK
 
 
@@ -325,6 +378,20 @@ class Experts(nn.Module):
     def _apply_gate(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+
+def router_spec(config: DecoderConfig) -> RouterSpec:
+    """The decision of a decoder's routers."""
+    return RouterSpec(
+        top_k=config.num_experts_per_tok,
+        scores=config.scoring_func,
+        softmax_after_topk=config.softmax_after_topk,
+        renormalise=config.norm_topk_prob,
+        scaling_factor=config.routed_scaling_factor,
+        num_groups=config.n_group,
+        top_groups=config.topk_group,
+        group_score=config.group_score,
+    )
 
 
 class RMSNorm(nn.Module):
@@ -359,6 +426,40 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (states * cos.unsqueeze(1) + turned * sin.unsqueeze(1)).to(states.dtype)
 
 
+def sdpa_attend(
+    module: Attention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    dropout: float,
+) -> tuple[Tensor, None]:
+    """Attend from queries [B, H, S, head_dim] with SDPA; the result is [B, S, H, head_dim]."""
+    attended = F.scaled_dot_product_attention(
+        query,
+        key.repeat_interleave(module.num_key_value_groups, dim=1),
+        value.repeat_interleave(module.num_key_value_groups, dim=1),
+        attn_mask=attention_mask,
+        dropout_p=dropout,
+        is_causal=attention_mask is None,
+        scale=scaling,
+    )
+    return attended.transpose(1, 2), None
+
+
+def visible_mask(attention_mask: Tensor | None, position_ids: Tensor | None) -> Tensor | None:
+    """Who sees whom, bool [B or 1, 1, S, S]; `None` where each sees all before it and itself."""
+    if attention_mask is not None or position_ids is None:
+        return causal_padding_mask(attention_mask)
+    steps = position_ids.diff(dim=1, prepend=position_ids[:, :1] - 1)
+    documents = (steps != 1).cumsum(1)
+    if not documents[:, -1].any():
+        return None
+    return (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
+
+
 def causal_padding_mask(attention_mask: Tensor | None) -> Tensor | None:
     """Return [B, 1, S, S], True where a query may look; `None` (plain causal) without padding mask.
 
@@ -372,12 +473,22 @@ def causal_padding_mask(attention_mask: Tensor | None) -> Tensor | None:
     return (causal & attention_mask.bool()[:, None, None, :]) | itself
 
 
+def shifted(labels: Tensor) -> Tensor:
+    """The label that each position has to predict: its successor's; the last one has none."""
+    return F.pad(labels, (0, 1), value=-100)[:, 1:]
+
+
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean cross entropy of each position's successor; zero, with a graph, if all are ignored."""
-    targets = F.pad(labels, (0, 1), value=-100)[:, 1:].flatten()
+    return target_loss(logits, shifted(labels))
+
+
+def target_loss(logits: Tensor, targets: Tensor, num_items: Tensor | int | None = None) -> Tensor:
+    """Cross entropy summed over all targets but -100, divided by their number or `num_items`."""
     wide = logits.flatten(0, 1).to(_at_least_fp32(logits.dtype))
-    total = F.cross_entropy(wide, targets, ignore_index=-100, reduction="sum")
-    return total / (targets != -100).sum().clamp(min=1)
+    total = F.cross_entropy(wide, targets.flatten(), ignore_index=-100, reduction="sum")
+    count = (targets != -100).sum() if num_items is None else torch.as_tensor(num_items)
+    return total / count.clamp(min=1).to(total.device)
 
 
 def grouped_linear(rows_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
@@ -456,6 +567,21 @@ def _check_options(config: DecoderConfig) -> None:
     _require(config, "mlp_only_layers", inside, f"in 0..{layers - 1} (num_hidden_layers - 1)")
     for field in ("attention_dropout", "hidden_dropout"):
         _require(config, field, 0.0 <= getattr(config, field) < 1.0, "in [0, 1)")
+
+
+def _check_router(config: DecoderConfig) -> None:
+    experts, groups, used = config.num_experts, config.n_group, config.num_experts_per_tok
+    for field, choices in _ROUTER_CHOICES.items():
+        _require(config, field, getattr(config, field) in choices, f"one of {choices}")
+    _require(config, "n_group", groups >= 1 and experts % groups == 0, f"a divisor of {experts}")
+    fewest = -(-used * groups // experts)
+    legal = f"in {fewest}..{groups}: num_experts_per_tok={used} must fit into that many groups"
+    _require(config, "topk_group", fewest <= config.topk_group <= groups, legal)
+    after = config.softmax_after_topk
+    sound = not after or (config.scoring_func == "softmax" and used > 1)
+    legal = "False unless scoring_func is softmax and num_experts_per_tok above 1"
+    _require(config, "softmax_after_topk", sound, legal)
+    _require(config, "router_jitter_noise", 0 <= config.router_jitter_noise < 1, "in [0, 1)")
 
 
 def _require(config: DecoderConfig, field: str, holds: bool, legal: str) -> None:

@@ -7,21 +7,35 @@ rank needs is a DTensor.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_fold.model.adapters import stack_block
+from lightning_fold.model.balance import Balance
+from lightning_fold.model.context import ContextParallel, check_context
 from lightning_fold.model.inspect import ExpertsSpec, ModelParts, find_parts
+from lightning_fold.model.recompute import Mode, apply_recompute, check_recompute
+from lightning_fold.model.routing import apply_routing, install_balance, plan_routing
 from lightning_fold.model.structure import DecoderParts, check_decoder
-from lightning_fold.model.swap import swap_experts
+from lightning_fold.model.swap import shared_blocks, swap_experts
 from lightning_fold.model.tensor_parallel import TensorParallel
 from lightning_fold.model.token_layout import TokenWatch
+from lightning_fold.moe.capacity import Capacity
 from lightning_fold.moe.tokens import RunningTokens
-from lightning_fold.params import Family, assign_families, local_tensor, shard_over_data
+from lightning_fold.params import (
+    Family,
+    assign_families,
+    local_tensor,
+    shard_over_data,
+)
+from lightning_fold.params.sentinel import Watched, watch_list
+from lightning_fold.router_options import RouterOptions
 from lightning_fold.topology import doctor
 from lightning_fold.topology.comm import Comm
 from lightning_fold.topology.folding import Folding
+from lightning_fold.topology.layer_foldings import check_layers
 
 
 @dataclass(frozen=True)
@@ -31,28 +45,34 @@ class FoldedModel:
     Attributes:
         parts: The parts that were found.
         families: Family of every parameter name.
+        watched: What the sentinel knows of every parameter.
         halved: Names of live [E, 2, F, D] parameters.
         sharded: Modules that FSDP2 manages.
         roots: Those of them that steps call.
         tokens: Which tokens the layer that runs sees.
         num_local: Parameters that this rank stores.
         num_total: Parameters of the model.
+        balance: What keeps its experts evenly loaded; None where nothing does.
+        added: Names of buffers that the user's model did not have.
     """
 
     parts: ModelParts
     families: Mapping[str, Family]
+    watched: tuple[Watched, ...]
     halved: frozenset[str]
     sharded: tuple[FSDPModule, ...]
     roots: tuple[FSDPModule, ...]
     tokens: RunningTokens
     num_local: int
     num_total: int
+    balance: Balance | None = None
+    added: frozenset[str] = frozenset()
 
     def describe(self, folding: Folding) -> str:
         """The block that rank 0 logs at start."""
         groups = "  ".join(
             f"{axis} {list(folding.group_of(0, axis))}"
-            for axis in ("tp", "dp", "etp", "ep", "edp")
+            for axis in ("tp", "cp", "dp", "etp", "ep", "edp")
             if len(folding.group_of(0, axis)) > 1
         )
         lines = [
@@ -68,7 +88,16 @@ class FoldedModel:
 
 
 def fold_model(
-    module: nn.Module, *, comm: Comm, dispatcher: str, frees_after_forward: bool = False
+    module: nn.Module,
+    *,
+    comm: Comm,
+    dispatcher: str,
+    capacity: Capacity | None = None,
+    router: RouterOptions | None = None,
+    layer_foldings: Mapping[int, Folding] | None = None,
+    context_method: str = "all_gather",
+    activation_checkpointing: Mode = "none",
+    frees_after_forward: bool = False,
 ) -> FoldedModel:
     """Fold the model in `module`. Every rank calls it with equal weights, or on meta.
 
@@ -76,46 +105,112 @@ def fold_model(
         module: The LightningModule.
         comm: Collectives.
         dispatcher: See `FoldedConfig.dispatcher`.
+        capacity: What an expert takes; None is all.
+        router: Who routes, and what balances the experts; None leaves both to the model.
+        layer_foldings: Foldings of single decoder layers, by number.
+        context_method: See `FoldedConfig.context_parallel_method`.
+        activation_checkpointing: See `FoldedConfig.activation_checkpointing`.
         frees_after_forward: See `params.shard_over_data`.
 
     Raises:
         ValueError: The model does not fit the mapping.
     """
-    parts, decoder = check_model(module, comm.meshes.folding)
+    foldings = layer_foldings or {}
+    parts, decoder = check_model(
+        module, comm.meshes.folding, foldings, context_method=context_method
+    )
+    check_recompute(parts, activation_checkpointing)
+    routing = plan_routing(module, parts, router or RouterOptions(), comm.meshes.folding)
+    parts = _stack_lists(module, parts)
     outside = _beside_core(module, parts)
     num_total = sum(p.numel() for p in module.parameters())
     tokens = RunningTokens()
-    TokenWatch(tokens, comm).install(parts)
-    halved = swap_experts(parts.experts, comm=comm, dispatcher=dispatcher, tokens=tokens)
+    pads = capacity is not None and capacity.pad
+    TokenWatch(tokens, comm, asks_peers=pads).install(parts)
+    shared = shared_blocks(module, parts.shared)
+    routing = apply_routing(routing, tokens)
+    comms = {
+        name: Comm(comm.meshes.of(own), comm.telemetry)
+        for name, own in experts_foldings(parts, foldings).items()
+    }
+    halved: set[str] = set()
+    for spec in parts.experts:
+        own_comm = comms.get(spec.name, comm)
+        halved |= swap_experts(
+            [spec],
+            comm=own_comm,
+            dispatcher=dispatcher,
+            tokens=tokens,
+            capacity=capacity,
+            shared=shared,
+        )
     if decoder is not None:
         TensorParallel(comm).apply(decoder)
+    if comm.size("cp") > 1:
+        ContextParallel(comm, tokens, context_method).apply(parts)
+    balance = install_balance(routing, parts.core, comm=comm, tokens=tokens)
+    apply_recompute(parts, activation_checkpointing, tokens)
     families = assign_families(
         [name for name, _ in module.named_parameters()],
         experts=[spec.name for spec in parts.experts],
         routers=parts.routers,
         shared=parts.shared,
     )
-    units = [*(layer for _, layer in parts.layers), parts.core, *outside]
+    # A container without a forward is no unit; the core's unit takes its parameters.
+    layers = [m for _, m in parts.layers if not isinstance(m, nn.ModuleDict | nn.ModuleList)]
+    units = [*layers, parts.core, *outside]
     by_param = {param: families[name] for name, param in module.named_parameters()}
+    watched = watch_list(module, families=families, comm=comm, layer_comms=comms)
     sharded = shard_over_data(
-        units, families=by_param, meshes=comm.meshes, frees_after_forward=frees_after_forward
+        units,
+        families=by_param,
+        meshes=comm.meshes,
+        layer_meshes={w.current: w.comm.meshes for w in watched},
+        frees_after_forward=frees_after_forward,
     )
     called = {id(parts.core), *(id(child) for child in outside)}
     roots = [managed for managed in sharded if id(managed) in called]
     return FoldedModel(
         parts=parts,
         families=families,
+        watched=tuple(watched),
         halved=frozenset(halved),
         sharded=tuple(sharded),
         roots=tuple(roots),
         tokens=tokens,
         num_local=sum(local_tensor(p).numel() for p in module.parameters()),
         num_total=num_total,
+        balance=balance,
+        added=routing.adds_bias,
     )
 
 
-def check_model(module: nn.Module, folding: Folding) -> tuple[ModelParts, DecoderParts | None]:
+def _stack_lists(module: nn.Module, parts: ModelParts) -> ModelParts:
+    """Stack the experts of every block that has an adapter; the parts as they are then."""
+
+    def stacked(spec: ExpertsSpec) -> ExpertsSpec:
+        if spec.adapter is None or spec.refusal is not None:
+            return spec
+        block = module.get_submodule(spec.name.rpartition(".")[0])
+        return replace(spec, module=stack_block(block, spec.adapter), adapter=None)
+
+    return replace(parts, experts=tuple(stacked(spec) for spec in parts.experts))
+
+
+def check_model(
+    module: nn.Module,
+    folding: Folding,
+    layer_foldings: Mapping[int, Folding] | None = None,
+    *,
+    context_method: str = "all_gather",
+) -> tuple[ModelParts, DecoderParts | None]:
     """Find the parts of the model and make sure that they fit the mapping. Changes nothing.
+
+    Args:
+        module: The LightningModule.
+        folding: The mapping.
+        layer_foldings: Foldings of single decoder layers, by number.
+        context_method: See `FoldedConfig.context_parallel_method`.
 
     Returns:
         The parts, and the decoder that tp shards; None where tp is 1.
@@ -125,9 +220,34 @@ def check_model(module: nn.Module, folding: Folding) -> tuple[ModelParts, Decode
     """
     parts = find_parts(module)
     _check_outside(module, parts, folding)
+    own = experts_foldings(parts, layer_foldings or {})
     for spec in parts.experts:
-        _check_experts(spec, folding)
-    return parts, check_decoder(parts, folding) if folding.tp > 1 else None
+        _check_experts(spec, own.get(spec.name, folding))
+    decoder = check_decoder(parts, folding) if folding.tp > 1 else None
+    if folding.cp > 1:
+        check_context(parts, folding, context_method)
+    return parts, decoder
+
+
+def experts_foldings(
+    parts: ModelParts, layer_foldings: Mapping[int, Folding]
+) -> dict[str, Folding]:
+    """Folding of every experts container in a layer that has its own, by the container's name.
+
+    Raises:
+        ValueError: A layer is not in the model or has no experts.
+    """
+    numbers = {
+        spec.name: number
+        for spec in parts.experts
+        for number, (layer, _) in enumerate(parts.layers)
+        if spec.name.startswith(f"{layer}.")
+    }
+    moe = {number: name for name, number in numbers.items()}
+    check_layers(layer_foldings, num_layers=len(parts.layers), moe=moe)
+    return {
+        name: layer_foldings[number] for name, number in numbers.items() if number in layer_foldings
+    }
 
 
 def _check_experts(spec: ExpertsSpec, folding: Folding) -> None:
@@ -153,13 +273,14 @@ def _check_outside(module: nn.Module, parts: ModelParts, folding: Folding) -> No
             f"parameters directly on {type(module).__name__} ({', '.join(direct)}) would not be "
             f"averaged over ranks. Move them into a submodule, for example self.{parts.core_name}."
         )
-    if folding.tp > 1 and _beside_core(module, parts):
+    shared = folding.tp * folding.cp
+    if shared > 1 and _beside_core(module, parts):
         name = next(n for n, c in module.named_children() if c is _beside_core(module, parts)[0])
         raise ValueError(
-            f"self.{name} has parameters outside self.{parts.core_name}; under "
-            f"tensor_parallel_size={folding.tp} every tp rank computes it on the same tokens, and "
-            f"its gradient would be counted {folding.tp} times. Move it into "
-            f"self.{parts.core_name} or set tensor_parallel_size=1."
+            f"self.{name} has parameters outside self.{parts.core_name}; under tp*cp = "
+            f"{folding.tp}*{folding.cp} = {shared} ranks compute it on the same tokens, and its "
+            f"gradient would be counted {shared} times. Move it into self.{parts.core_name}, or "
+            f"set tensor_parallel_size=1 and context_parallel_size=1."
         )
 
 

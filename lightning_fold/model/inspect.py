@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from fold_kernels.swiglu import swiglu
+from lightning_fold.model.adapters import Adapter, adapter_of, refusal_of, sizes_of
+from lightning_fold.model.decoder import Experts
 from lightning_fold.moe.layer import FoldedExperts
 
 ROUTER_NAMES = ("gate", "router")
@@ -31,6 +34,7 @@ class ExpertsSpec:
         width: F, the width of one expert.
         activation: Maps [R, 2F], gate half then up half, to [R, F].
         refusal: Why the container cannot be folded; None when it can.
+        adapter: How a list of experts is stacked before it is folded; None for stacked ones.
     """
 
     name: str
@@ -39,6 +43,7 @@ class ExpertsSpec:
     width: int
     activation: Callable[[Tensor], Tensor]
     refusal: str | None
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ def find_parts(lightning_module: nn.Module) -> ModelParts:
         raise ValueError(_explain_no_blocks(lightning_module))
     core_name = _core_name(blocks)
     core = lightning_module.get_submodule(core_name)
-    experts = tuple(_spec(name, module) for name, module in blocks.items())
+    experts = tuple(_spec(lightning_module, name, module) for name, module in blocks.items())
     return ModelParts(
         core_name=core_name,
         core=core,
@@ -87,8 +92,17 @@ def find_parts(lightning_module: nn.Module) -> ModelParts:
 
 
 def _find_blocks(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Experts containers: stacked weights, or a list of expert modules under the name `experts`."""
+    """Experts containers: stacked weights, or a list of expert modules.
+
+    A list is found under the name `experts`, or by the adapter of the block that holds it.
+    """
+    adapted: set[str] = set()
     for name, module in root.named_modules():
+        if (adapter := adapter_of(module)) is not None:
+            adapted.add(f"{name}.{adapter.experts}")
+        if name in adapted:
+            yield name, module
+            continue
         stacked = _is_stacked(module)
         listed = name.rpartition(".")[2] == "experts" and isinstance(module, nn.ModuleList)
         if stacked or listed:
@@ -101,22 +115,37 @@ def _is_stacked(module: nn.Module) -> bool:
     return all(p is not None and p.dim() == 3 for p in (down, first))
 
 
-def _spec(name: str, module: nn.Module) -> ExpertsSpec:
+def _spec(root: nn.Module, name: str, module: nn.Module) -> ExpertsSpec:
+    block = root.get_submodule(name.rpartition(".")[0])
+    adapter = adapter_of(block)
+    if adapter is not None and block._modules.get(adapter.experts) is module:
+        return _adapted(name, module, block, adapter)
     refusal = _refusal(module)
     if not _is_stacked(module):
         num_experts = len(module) if isinstance(module, nn.ModuleList) else 0
-        return ExpertsSpec(name, module, num_experts, 0, _swiglu, refusal)
+        return ExpertsSpec(name, module, num_experts, 0, swiglu, refusal)
     down = module._parameters["down_proj"]
     assert down is not None
     num_experts, width = down.shape[0], down.shape[2]
-    activation = getattr(module, "_apply_gate", None) or _gated(getattr(module, "act_fn", None))
-    return ExpertsSpec(name, module, num_experts, width, activation, refusal)
+    return ExpertsSpec(name, module, num_experts, width, _activation(module), refusal)
+
+
+def _adapted(name: str, module: nn.Module, block: nn.Module, adapter: Adapter) -> ExpertsSpec:
+    refusal = refusal_of(adapter, block)
+    count = len(module) if isinstance(module, nn.ModuleList) else 0
+    num_experts, width = sizes_of(adapter, block) if refusal is None else (count, 0)
+    return ExpertsSpec(
+        name, module, num_experts, width, _gated(adapter.activation), refusal, adapter
+    )
 
 
 def _refusal(module: nn.Module) -> str | None:
     """Why a container cannot be folded; transformers sets the flags on its experts classes."""
     if not _is_stacked(module):
-        return "its experts are a list of modules, not stacked [E, 2F, D] and [E, D, F] weights"
+        return (
+            "its experts are a list of modules, not stacked [E, 2F, D] and [E, D, F] weights, and "
+            "no adapter says how to stack them (`lightning_fold.register_experts`)"
+        )
     if "gate_up_proj" not in module._parameters:
         return "its experts have no gate (`up_proj` only)"
     flags = {
@@ -141,12 +170,34 @@ def _refusal(module: nn.Module) -> str | None:
     return None
 
 
-def _swiglu(gate_up: Tensor) -> Tensor:
-    return _gated(nn.functional.silu)(gate_up)
+def _activation(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """What the container computes between its two products."""
+    gate: Any = getattr(module, "_apply_gate", None)
+    function = getattr(gate, "__func__", gate)
+    if function is None or function is Experts._apply_gate or _is_default_gate(function):
+        return _gated(getattr(module, "act_fn", None))
+    return gate
+
+
+def _is_default_gate(function: Any) -> bool:
+    """Whether it is transformers' own: `act_fn(gate) * up`."""
+    return _is_named(function, "transformers.integrations.moe", "_default_apply_gate")
+
+
+def _is_silu(act_fn: Any) -> bool:
+    plain = act_fn is None or act_fn is nn.functional.silu or type(act_fn) is nn.SiLU
+    return plain or _is_named(type(act_fn), "transformers.activations", "SiLUActivation")
+
+
+def _is_named(value: Any, module: str, name: str) -> bool:
+    # By name: importing transformers would cost seconds where the model is none of its.
+    return (getattr(value, "__module__", ""), getattr(value, "__name__", "")) == (module, name)
 
 
 def _gated(act_fn: Callable[[Tensor], Tensor] | None) -> Callable[[Tensor], Tensor]:
-    activation = act_fn or nn.functional.silu
+    if _is_silu(act_fn):
+        return swiglu
+    activation = cast("Callable[[Tensor], Tensor]", act_fn)
 
     def apply(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

@@ -73,7 +73,7 @@ def check_decoder(parts: ModelParts, folding: Folding) -> DecoderParts:
         parts.core, base, base.embed_tokens, layers, base.norm, cast("Any", head)
     )
     _check_nothing_outside(parts, decoder)
-    _check_router_outputs(parts.core)
+    _check_outputs(parts.core)
     return decoder
 
 
@@ -112,12 +112,12 @@ def _layer(name: str, module: nn.Module, parts: ModelParts) -> LayerParts:
             continue
         if all(is_plain(child._modules.get(key), nn.Linear) for key in MLP):
             dense = child
-        elif not _acts_on_tokens(f"{name}.{child_name}", child, parts):
+        elif not acts_on_tokens(f"{name}.{child_name}", child, parts):
             raise _refuse(f"{name}.{child_name}", f"{type(child).__name__} is neither MLP nor norm")
     return LayerParts(name, module, attention, dense)
 
 
-def _acts_on_tokens(name: str, child: nn.Module, parts: ModelParts) -> bool:
+def acts_on_tokens(name: str, child: nn.Module, parts: ModelParts) -> bool:
     """A MoE block or a norm: it treats each token by itself, so any slice will do."""
     holds_experts = any(spec.name.startswith(f"{name}.") for spec in parts.experts)
     named = name in (*parts.routers, *parts.shared, *(spec.name for spec in parts.experts))
@@ -181,9 +181,10 @@ def _known(decoder: DecoderParts) -> Iterator[nn.Module]:
         yield decoder.lm_head
 
 
-def _check_router_outputs(core: nn.Module) -> None:
+def _check_outputs(core: nn.Module) -> None:
     config = getattr(core, "config", None)
-    for field in SLICED_OUTPUTS:
+    # What the config says of router logits is `routing`'s: it takes over the loss made of them.
+    for field in SLICED_OUTPUTS[1:]:
         if getattr(config, field, False):
             raise _refuse(
                 f"config.{field}", "layers see a slice of every sequence, and so would it"

@@ -9,22 +9,57 @@ loaded silently wrong by DCP.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_fold.model.inspect import ExpertsSpec
-from lightning_fold.moe.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
+from lightning_fold.model.token_rng import has_randomness
+from lightning_fold.moe.capacity import Capacity
+from lightning_fold.moe.dispatch import choose_dispatcher
 from lightning_fold.moe.layer import FoldedExperts
+from lightning_fold.moe.shared import SharedBeside
 from lightning_fold.moe.tokens import RunningTokens
 from lightning_fold.topology.comm import Comm
 
 
+class SharedBlock(NamedTuple):
+    """A MoE block and its shared experts."""
+
+    block: nn.Module
+    experts: nn.Module
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What all layers share."""
+
+    dispatcher: str
+    tokens: RunningTokens
+    capacity: Capacity | None
+    shared: Mapping[str, SharedBlock]
+
+    def beside(self, name: str, comm: Comm) -> SharedBeside | None:
+        found = self.shared.get(name.rpartition(".")[0])
+        # Without peers nothing is on the wire.
+        if found is None or comm.size("ep") * comm.size("etp") == 1:
+            return None
+        return SharedBeside(found.block, found.experts, self.tokens)
+
+
 def swap_experts(
-    specs: Sequence[ExpertsSpec], *, comm: Comm, dispatcher: str, tokens: RunningTokens
+    specs: Sequence[ExpertsSpec],
+    *,
+    comm: Comm,
+    dispatcher: str,
+    tokens: RunningTokens,
+    capacity: Capacity | None = None,
+    shared: Mapping[str, SharedBlock] | None = None,
 ) -> set[str]:
     """Fold every container that can be folded.
 
@@ -32,30 +67,40 @@ def swap_experts(
         specs: Containers; one that cannot be folded stays as it is (the doctor has seen to ep =
             etp = 1).
         comm: Collectives.
-        dispatcher: "auto", "local" or "all_to_all".
+        dispatcher: See `FoldedConfig.dispatcher`.
         tokens: Which tokens the layers see.
+        capacity: What an expert takes; None is all.
+        shared: From `shared_blocks`.
 
     Returns:
         Names of the parameters whose live shape is [E, 2, F, D].
     """
     folded = [spec for spec in specs if spec.refusal is None]
+    plan = _Plan(dispatcher, tokens, capacity, shared or {})
     for spec in folded:
-        _fold(spec, comm, dispatcher, tokens)
+        _fold(spec, comm, plan)
     return {f"{spec.name}.gate_up_proj" for spec in folded}
 
 
-def choose_dispatcher(name: str, comm: Comm) -> Dispatcher[Any]:
-    """The dispatcher that serves the degrees; "auto" is local where experts are whole."""
-    alone = comm.size("ep") * comm.size("etp") == 1
-    if name == "local" and not alone:
-        raise ValueError(
-            f"dispatcher='local' moves no tokens, but expert_parallel_size={comm.size('ep')} and "
-            f"expert_tensor_parallel_size={comm.size('etp')} spread the experts. Legal: 'auto', "
-            f"'all_to_all'. Change `dispatcher`."
-        )
-    if name == "local" or (name == "auto" and alone):
-        return LocalDispatcher(comm)
-    return AllToAllDispatcher(comm)
+def shared_blocks(root: nn.Module, shared: Sequence[str]) -> dict[str, SharedBlock]:
+    """Blocks with one module of shared experts, by the blocks' names.
+
+    Args:
+        root: The names start here.
+        shared: Names of shared experts and their gates.
+    """
+    found: dict[str, list[nn.Module]] = {}
+    for name in shared:
+        parent, _, child = name.rpartition(".")
+        module = root.get_submodule(name)
+        if "gate" not in child and any(True for _ in module.parameters()):
+            found.setdefault(parent, []).append(module)
+    return {
+        name: SharedBlock(root.get_submodule(name), modules[0])
+        for name, modules in found.items()
+        # Dropout drawn early, and once more where the early result does not serve, would differ.
+        if len(modules) == 1 and not has_randomness(modules[0])
+    }
 
 
 def shard_parameter(
@@ -82,7 +127,7 @@ def shard_parameter(
     return nn.Parameter(shard, requires_grad=param.requires_grad)
 
 
-def _fold(spec: ExpertsSpec, comm: Comm, dispatcher: str, tokens: RunningTokens) -> None:
+def _fold(spec: ExpertsSpec, comm: Comm, plan: _Plan) -> None:
     module: Any = spec.module
     gate_up, down = module.gate_up_proj, module.down_proj
     halves = nn.Parameter(gate_up.detach().unflatten(1, (2, -1)), gate_up.requires_grad)
@@ -91,12 +136,16 @@ def _fold(spec: ExpertsSpec, comm: Comm, dispatcher: str, tokens: RunningTokens)
         halves = shard_parameter(halves, mesh, [Shard(0), Shard(2)])
         down = shard_parameter(down, mesh, [Shard(0), Shard(2)])
     module.gate_up_proj, module.down_proj = halves, down
+    capacity = plan.capacity
+    dispatcher = choose_dispatcher(plan.dispatcher, comm, pads=bool(capacity and capacity.pad))
     module.forward = FoldedExperts(
         module,
         name=spec.name,
         num_experts=spec.num_experts,
-        dispatcher=choose_dispatcher(dispatcher, comm),
+        dispatcher=dispatcher,
         activation=spec.activation,
         telemetry=comm.telemetry,
-        tokens=tokens,
+        tokens=plan.tokens,
+        capacity=None if capacity is None else partial(capacity.apply, plan.tokens, comm),
+        beside=plan.beside(spec.name, comm),
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_fold.model.inspect import ModelParts
-from lightning_fold.moe.tokens import RunningTokens, TokenLayout, in_backward
+from lightning_fold.moe.tokens import PeerTokens, RunningTokens, TokenLayout, in_backward
 from lightning_fold.topology.comm import Comm
 from lightning_fold.topology.sequence import balanced_sizes, zigzag_chunks
 
@@ -32,11 +33,14 @@ class TokenWatch:
     Args:
         tokens: What layers read.
         comm: Tells the degrees and this rank's place.
+        asks_peers: Whether layouts say what the other ranks hold, which static shapes need. Costs
+            one host synchronisation a forward, at the core's entry, however many layers follow.
     """
 
-    def __init__(self, tokens: RunningTokens, comm: Comm) -> None:
+    def __init__(self, tokens: RunningTokens, comm: Comm, *, asks_peers: bool = False) -> None:
         self.tokens = tokens
         self.comm = comm
+        self.asks_peers = asks_peers
         self._latest: Layouts = (None, None)
         self._by_positions: Any = WeakTensorKeyDictionary()
 
@@ -48,7 +52,10 @@ class TokenWatch:
 
     def _enter_core(self, core: nn.Module, args: Any, kwargs: Any) -> None:
         layout = layout_of(named_arguments(core, args, kwargs), self.comm)
-        self._latest = (layout, self._tp_part(layout))
+        part = self._tp_part(layout)
+        if self.asks_peers and part is not None:
+            part = replace(part, peers=ask_peers(part, self.comm))
+        self._latest = (layout, part)
         self.tokens.attention, self.tokens.moe = self._latest
 
     def _tp_part(self, layout: TokenLayout | None) -> TokenLayout | None:
@@ -67,6 +74,16 @@ class TokenWatch:
         elif isinstance(key, Tensor):
             self._by_positions[key] = self._latest
         self.tokens.attention, self.tokens.moe = layouts
+
+
+def ask_peers(layout: TokenLayout, comm: Comm) -> tuple[PeerTokens, ...]:
+    """What every rank of the stage holds. Collective over the stage; one host synchronisation."""
+    own = PeerTokens(layout.num_tokens, layout.num_sequences, layout.length)
+    numbers = layout.places_s.new_tensor([own])
+    told = comm.all_gather_rows(numbers, [1] * comm.size("stage"), axis="stage").reshape(-1)
+    flat = comm.to_host(told, why="tokens of the peers, once a forward")
+    width = len(own)
+    return tuple(PeerTokens(*flat[i : i + width]) for i in range(0, len(flat), width))
 
 
 def named_arguments(core: nn.Module, args: Any, kwargs: Any) -> Mapping[str, Any]:

@@ -1,14 +1,15 @@
-"""Random numbers inside the layers when tensor parallelism gives each rank its own tokens.
+"""Random numbers where ranks that share the default generator own different tokens.
 
-Outside the layers tp peers hold replicas of a token and must draw the same mask: they share the
-default generator. Inside, each owns other tokens and draws from a generator seeded by the default
-one and its tp rank. The seed comes out of the default generator, so checkpointing, which restores
-that, restores the masks of a recomputed layer too.
+Outside the layers tp peers hold replicas of a token and must draw the same mask; so do cp peers
+outside of the core. Inside, each owns other tokens and draws from a generator seeded by the
+default one and its tp or cp rank. The seed comes out of the default generator, so checkpointing,
+which restores that, restores the masks of a recomputed layer too.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +20,10 @@ from torch import nn
 _STRIDE = 0x9E3779B97F4A7C15
 
 
-def per_rank_rng(layer: nn.Module, tp_rank: int) -> Callable[..., Any]:
-    """A forward for `layer` in which tp ranks draw different random numbers."""
+def per_rank_rng(layer: nn.Module, rank: int) -> Callable[..., Any]:
+    """A forward for `layer`, or the core, in which ranks draw different random numbers."""
     own = layer.__dict__.get("forward")
+    signature = inspect.signature(layer.forward)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         seed = int(torch.randint(2**62, ()))
@@ -29,9 +31,11 @@ def per_rank_rng(layer: nn.Module, tp_rank: int) -> Callable[..., Any]:
         # only in the forward of the class that the layer has then.
         inner = own or functools.partial(type(layer).forward, layer)
         with torch.random.fork_rng(devices=_devices()):
-            torch.manual_seed((seed + tp_rank * _STRIDE) % 2**63)
+            torch.manual_seed((seed + rank * _STRIDE) % 2**63)
             return inner(*args, **kwargs)
 
+    # Hooks bind the arguments of a call by the names of the forward that it is for.
+    forward.__signature__ = signature  # type: ignore[attr-defined]
     return forward
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -70,8 +71,9 @@ def fold_with_weights(
     """
     skeleton = Skeleton(module) if source.on_meta else None
     folded = fold()
-    core, halved = folded.parts.core_name, folded.halved
-    weights = find_initial(source.path, module, core=core, halved=halved) if source.path else None
+    halved, path = folded.halved, source.path
+    match = partial(find_initial, core=folded.parts.core_name, halved=halved, added=folded.added)
+    weights = None if path is None else match(path, module)
     if skeleton is not None:
         given = weights.covered if weights else frozenset()
         draw = Draw(source.seed, stacks=_stacks(folded), halved=halved, given=given)

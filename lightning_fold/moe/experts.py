@@ -1,4 +1,4 @@
-"""The expert computation on rows that have arrived: two grouped GEMMs around a gated activation.
+"""The expert computation on rows that have arrived: two products around a gated activation.
 
 A row may serve several experts of this rank: it arrives once, and what comes back is the sum over
 those experts. Routing weights multiply the activation, before the second projection: the expert
@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from fold_kernels.grouped_gemm import grouped_gemm
+from fold_kernels.expert_mlp import Order, expert_mlp
 
 
 @dataclass(frozen=True)
@@ -45,19 +44,25 @@ def run_experts(
     gate_up_e2FD: Tensor,
     down_eDF: Tensor,
     activation: Callable[[Tensor], Tensor],
+    recompute: bool = False,
 ) -> Tensor:
     """Sum over its experts of every arrived row, weighted, [S, D]: partial sums if etp > 1.
+
+    Backward keeps what `fold_kernels.expert_mlp` says: the rows and the first product.
 
     Args:
         inputs: The rows; their dtype is the compute dtype.
         gate_up_e2FD: First projection, gate then up.
         down_eDF: Second projection.
         activation: Maps [R, 2F], gate half then up half, to [R, F].
+        recompute: Whether backward computes the first product again instead of keeping it.
     """
-    dtype = inputs.source_SD.dtype
-    rows_RD = inputs.source_SD.index_select(0, inputs.origin_R)
-    gate_up_eOD = gate_up_e2FD.to(dtype).flatten(1, 2)
-    hidden_RO = grouped_gemm(rows_RD, gate_up_eOD, inputs.counts_e, inputs.sizes)
-    weighted_RF = (activation(hidden_RO) * inputs.weights_R.unsqueeze(-1)).to(dtype)
-    out_RD = grouped_gemm(weighted_RF, down_eDF.to(dtype), inputs.counts_e, inputs.sizes)
-    return torch.zeros_like(inputs.source_SD).index_add(0, inputs.origin_R, out_RD)
+    return expert_mlp(
+        inputs.source_SD,
+        inputs.weights_R,
+        gate_up_e2FD,
+        down_eDF,
+        Order(inputs.origin_R, inputs.counts_e, inputs.sizes),
+        activation=activation,
+        recompute=recompute,
+    )

@@ -10,6 +10,7 @@ weights_TK)`. It holds configuration only; parameters stay in the container that
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from lightning_fold.moe.dispatch.base import Dispatcher
 from lightning_fold.moe.experts import run_experts
 from lightning_fold.moe.routing import Routing
+from lightning_fold.moe.shared import SharedBeside
 from lightning_fold.moe.tokens import RunningTokens, in_backward
 from lightning_fold.params import local_tensor
 from lightning_fold.telemetry import RoutingCounts, Telemetry
@@ -35,6 +37,9 @@ class FoldedExperts:
         activation: Maps [R, 2F], gate half then up half, to [R, F].
         telemetry: Receives one `RoutingCounts` a forward when somebody subscribed.
         tokens: Which tokens of the batch the rows are.
+        capacity: Drops rows of a decision; None keeps all.
+        beside: Shared experts that run while rows are on the wire; None where there are none.
+        recompute: Whether backward computes the experts' first product again. No row travels again.
     """
 
     def __init__(
@@ -47,6 +52,9 @@ class FoldedExperts:
         activation: Callable[[Tensor], Tensor],
         telemetry: Telemetry,
         tokens: RunningTokens,
+        capacity: Callable[[Routing], Routing] | None = None,
+        beside: SharedBeside | None = None,
+        recompute: bool = False,
     ) -> None:
         self.container = container
         self.name = name
@@ -55,22 +63,33 @@ class FoldedExperts:
         self.activation = activation
         self.telemetry = telemetry
         self.tokens = tokens
+        self.capacity = capacity
+        self.beside = beside
+        self.recompute = recompute
 
     def __call__(self, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Weighted sum of the chosen experts of every local token, [T, D].
 
         Collective over ep and etp: every rank calls it once a layer and forward, also with T = 0.
+
+        Raises:
+            ValueError: Routing weights are NaN; names the layer and the rank.
         """
-        routing = Routing(index_TK, weights_TK, self.num_experts)
+        routing = Routing(index_TK, weights_TK, self.num_experts, layer=self.name)
         if self.telemetry.wants(RoutingCounts) and not in_backward():
             counts_E, training = routing.counts_E(), self.container.training
             self.telemetry.emit(RoutingCounts(self.name, counts_E, training))
-        rows, state = self.dispatcher.dispatch(hidden_TD.to(compute_dtype(hidden_TD)), routing)
+        if self.capacity is not None:
+            routing = self.capacity(routing)
+        meanwhile = None if self.beside is None else partial(self.beside.run, hidden_TD)
+        x_TD = hidden_TD.to(compute_dtype(hidden_TD))
+        rows, state = self.dispatcher.dispatch(x_TD, routing, meanwhile=meanwhile)
         out_SD = run_experts(
             rows,
             gate_up_e2FD=local_tensor(self.container.gate_up_proj),
             down_eDF=local_tensor(self.container.down_proj),
             activation=self.activation,
+            recompute=self.recompute,
         )
         return self.dispatcher.combine(out_SD, state).to(hidden_TD.dtype)
 

@@ -11,9 +11,18 @@ flight, and a repeated layer then sees its own.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class PeerTokens(NamedTuple):
+    """What one rank holds: T tokens, of B sequences of S tokens each."""
+
+    tokens: int
+    sequences: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -29,6 +38,7 @@ class TokenLayout:
         valid_BS: bool, False at padding; None where nothing is padding.
         documents_BS: int64, number of the document within a packed sequence; None where a
             sequence is one document.
+        peers: What every rank of ep x etp holds; None unless static shapes need it.
     """
 
     num_sequences: int
@@ -36,6 +46,7 @@ class TokenLayout:
     places_s: Tensor
     valid_BS: Tensor | None = None
     documents_BS: Tensor | None = None
+    peers: tuple[PeerTokens, ...] | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -2,7 +2,7 @@
 
 from lightning_fold.params.clip import clip_by_norm, clip_by_value, gradient_norm
 from lightning_fold.params.families import Family, assign_families, reduce_axes
-from lightning_fold.params.shard import reshard, shard_over_data
+from lightning_fold.params.shard import mesh_axis, reshard, shard_over_data
 from lightning_fold.params.storage import local_tensor, with_local
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "clip_by_value",
     "gradient_norm",
     "local_tensor",
+    "mesh_axis",
     "reduce_axes",
     "reshard",
     "shard_over_data",

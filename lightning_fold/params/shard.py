@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard
@@ -33,36 +34,41 @@ def shard_over_data(
     *,
     families: Mapping[nn.Parameter, Family],
     meshes: Meshes,
+    layer_meshes: Mapping[nn.Parameter, Meshes] | None = None,
     frees_after_forward: bool = False,
 ) -> list[FSDPModule]:
     """Apply FSDP2 to `units`, innermost first; the last one must hold all others.
 
-    Gradients are reduced in fp32 where
-    parameters are narrower.
+    Gradients are reduced in fp32 where parameters are narrower.
 
     Args:
         units: Modules whose parameters are gathered and reduced together.
         families: Family of every parameter.
         meshes: Where to shard.
+        layer_meshes: Where to shard instead, for the experts of layers with their own folding.
         frees_after_forward: Free parameters between forward and backward; those of the module that
             steps call stay, since backward begins with them.
 
     Returns:
         The modules that FSDP2 manages; empty where nothing is spread over more than one rank.
     """
-    infos = _mesh_infos(meshes)
-    chosen = {param: MESH_OF_AXES[_axes(param, family)] for param, family in families.items()}
-    alone = {param for param, mesh in chosen.items() if meshes.size(mesh) == 1}
+    own = layer_meshes or {}
+    targets = {
+        param: own.get(param, meshes).mesh(mesh_axis(param, family))
+        for param, family in families.items()
+    }
+    infos = _mesh_infos([meshes.mesh("stage"), *targets.values()])
+    alone = {param for param, mesh in targets.items() if mesh.size() == 1}
     managed: list[FSDPModule] = []
     for unit in units:
         if all(param in alone for param in unit.parameters()):
             continue
         fully_shard(
             unit,
-            mesh=infos["stage"].mesh,
+            mesh=meshes.mesh("stage"),
             # None is True for all but the root.
             reshard_after_forward=None if frees_after_forward else False,
-            shard_placement_fn=lambda param: _place(param, infos[chosen[param]]),
+            shard_placement_fn=lambda param: _place(param, infos[id(targets[param].get_group())]),
             mp_policy=_policy(unit),
             ignored_params=alone,
         )
@@ -70,6 +76,12 @@ def shard_over_data(
         sum_only(unit)
         managed.append(unit)
     return managed
+
+
+def mesh_axis(param: nn.Parameter, family: Family) -> str:
+    """The axis over which a parameter's gradient is summed, and over which it is sharded."""
+    names = param.device_mesh.mesh_dim_names if isinstance(param, DTensor) else ()
+    return MESH_OF_AXES[reduce_axes(family, names or ())]
 
 
 def sum_only(module: FSDPModule) -> None:
@@ -92,20 +104,12 @@ def reshard(modules: Iterable[FSDPModule]) -> None:
         module.reshard()
 
 
-def _axes(param: nn.Parameter, family: Family) -> tuple[str, ...]:
-    names = param.device_mesh.mesh_dim_names if isinstance(param, DTensor) else ()
-    return reduce_axes(family, names or ())
-
-
-def _mesh_infos(meshes: Meshes) -> dict[str, FSDPMeshInfo]:
-    """One FSDPMeshInfo a process group: FSDP2 refuses two for the same group."""
+def _mesh_infos(meshes: Iterable[DeviceMesh]) -> dict[int, FSDPMeshInfo]:
+    """One FSDPMeshInfo a process group, by its id: FSDP2 refuses two for the same group."""
     by_group: dict[int, FSDPMeshInfo] = {}
-    return {
-        axis: by_group.setdefault(
-            id(meshes.group(axis)), FSDPMeshInfo(meshes.mesh(axis), shard_mesh_dim=0)
-        )
-        for axis in MESH_OF_AXES.values()
-    }
+    for mesh in meshes:
+        by_group.setdefault(id(mesh.get_group()), FSDPMeshInfo(mesh, shard_mesh_dim=0))
+    return by_group
 
 
 def _place(param: nn.Parameter, info: FSDPMeshInfo) -> ShardPlacementResult:

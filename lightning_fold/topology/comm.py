@@ -24,6 +24,40 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+class Pending:
+    """A collective on the wire; `wait` must be called once and gives the result.
+
+    Args:
+        out: Where the result arrives.
+        work: The handle of c10d; None where nothing is outstanding.
+        sent: What is sent; kept alive until it has arrived.
+    """
+
+    def __init__(self, out: Tensor, work: Any = None, *, sent: Tensor | None = None) -> None:
+        self._out, self._work, self._sent = out, work, sent
+        self._last: Callable[[Tensor], Tensor] | None = None
+
+    def then(self, last: Callable[[Tensor], Tensor]) -> Pending:
+        """The same collective, whose result goes through `last`."""
+        self._last = last
+        return self
+
+    def wait(self) -> Tensor:
+        """The result."""
+        if self._work is not None:
+            self._work.wait()
+        self._work = self._sent = None
+        return self._out if self._last is None else self._last(self._out)
+
+
+class _Works(tuple[Any, ...]):
+    """Handles of several messages, waited for as one."""
+
+    def wait(self) -> None:
+        for work in self:
+            work.wait()
+
+
 class Comm:
     """Collectives over the axes of `meshes`.
 
@@ -45,6 +79,11 @@ class Comm:
     def rank(self, axis: str) -> int:
         """This rank's coordinate on `axis`."""
         return self.meshes.rank(axis)
+
+    @property
+    def global_rank(self) -> int:
+        """This rank in the world, for messages."""
+        return dist.get_rank()
 
     def to_host(self, tensor: Tensor, *, why: str) -> list[int]:
         """Copy a small integer tensor to the host: the only host synchronisation of the data path.
@@ -70,41 +109,98 @@ class Comm:
         self, x: Tensor, send: Sequence[int], recv: Sequence[int], *, axis: str
     ) -> Tensor:
         """Send `send[i]` rows to peer i and receive `recv[i]`. Collective over `axis`."""
-        if self.size(axis) == 1:
-            return x
-        self._count(axis, "all_to_all", x)
-        out = x.new_empty(sum(recv), *x.shape[1:])
-        dist.all_to_all_single(
-            out, x.contiguous(), list(recv), list(send), group=self.meshes.group(axis)
-        )
-        return out
+        return self._all_to_all(x, send, recv, axis=axis, is_async=False).wait()
+
+    def start_all_to_all_rows(
+        self, x: Tensor, send: Sequence[int], recv: Sequence[int], *, axis: str
+    ) -> Pending:
+        """`all_to_all_rows` on the wire. Collective over `axis`."""
+        return self._all_to_all(x, send, recv, axis=axis, is_async=True)
 
     def all_gather_rows(self, x: Tensor, sizes: Sequence[int], *, axis: str) -> Tensor:
         """Concatenate every peer's rows; peer i holds `sizes[i]`. Collective over `axis`."""
-        parts = self.size(axis)
-        if parts == 1:
-            return x
-        if len(set(sizes)) > 1:
-            copies = x.repeat(parts, *[1] * (x.dim() - 1))
-            return self.all_to_all_rows(copies, [x.shape[0]] * parts, sizes, axis=axis)
-        self._count(axis, "all_gather", x)
-        out = x.new_empty(sum(sizes), *x.shape[1:])
-        _all_gather(out, x.contiguous(), group=self.meshes.group(axis))
-        return out
+        return self._gather(x, sizes, axis=axis, is_async=False).wait()
+
+    def start_all_gather_rows(self, x: Tensor, sizes: Sequence[int], *, axis: str) -> Pending:
+        """`all_gather_rows` on the wire. Collective over `axis`."""
+        return self._gather(x, sizes, axis=axis, is_async=True)
 
     def reduce_scatter_rows(self, x: Tensor, sizes: Sequence[int], *, axis: str) -> Tensor:
         """Sum over peers, each keeping its own `sizes[rank]` rows. Collective over `axis`."""
+        return self._reduce_scatter(x, sizes, axis=axis, is_async=False).wait()
+
+    def start_reduce_scatter_rows(self, x: Tensor, sizes: Sequence[int], *, axis: str) -> Pending:
+        """`reduce_scatter_rows` on the wire. Collective over `axis`."""
+        return self._reduce_scatter(x, sizes, axis=axis, is_async=True)
+
+    def _all_to_all(
+        self, x: Tensor, send: Sequence[int], recv: Sequence[int], *, axis: str, is_async: bool
+    ) -> Pending:
+        if self.size(axis) == 1:
+            return Pending(x)
+        self._count(axis, "all_to_all", x)
+        x, out, group = x.contiguous(), x.new_empty(sum(recv), *x.shape[1:]), self._group(axis)
+        sizes = list(recv), list(send)
+        work = dist.all_to_all_single(out, x, *sizes, group=group, async_op=is_async)
+        return Pending(out, work, sent=x)
+
+    def _gather(self, x: Tensor, sizes: Sequence[int], *, axis: str, is_async: bool) -> Pending:
         parts = self.size(axis)
         if parts == 1:
-            return x
+            return Pending(x)
+        if len(set(sizes)) > 1:
+            copies, each = x.repeat(parts, *[1] * (x.dim() - 1)), [x.shape[0]] * parts
+            return self._all_to_all(copies, each, sizes, axis=axis, is_async=is_async)
+        self._count(axis, "all_gather", x)
+        x, out = x.contiguous(), x.new_empty(sum(sizes), *x.shape[1:])
+        work = _all_gather(out, x, group=self._group(axis), async_op=is_async)
+        return Pending(out, work, sent=x)
+
+    def _reduce_scatter(
+        self, x: Tensor, sizes: Sequence[int], *, axis: str, is_async: bool
+    ) -> Pending:
+        parts = self.size(axis)
+        if parts == 1:
+            return Pending(x)
         mine = sizes[self.rank(axis)]
         if len(set(sizes)) > 1:
-            received = self.all_to_all_rows(x, sizes, [mine] * parts, axis=axis)
-            return received.view(parts, mine, *x.shape[1:]).sum(0)
+            pending = self._all_to_all(x, sizes, [mine] * parts, axis=axis, is_async=is_async)
+            shape = (parts, mine, *x.shape[1:])
+            return pending.then(lambda received: received.view(shape).sum(0))
         self._count(axis, "reduce_scatter", x)
-        out = x.new_empty(mine, *x.shape[1:])
-        _reduce_scatter(out, x.contiguous(), group=self.meshes.group(axis))
-        return out
+        x, out = x.contiguous(), x.new_empty(mine, *x.shape[1:])
+        work = _reduce_scatter(out, x, group=self._group(axis), async_op=is_async)
+        return Pending(out, work, sent=x)
+
+    def _group(self, axis: str) -> dist.ProcessGroup:
+        return self.meshes.group(axis)
+
+    def start_shift(self, x: Tensor, *, shape: Sequence[int], axis: str) -> Pending:
+        """Begin to send `x` to the next rank of `axis`, the last one's next being the first.
+
+        Collective over `axis`; an empty tensor is not sent.
+
+        Args:
+            x: Unchanged until the returned handle has been waited for.
+            shape: Of the previous rank's tensor.
+            axis: The ring.
+        """
+        parts, rank, group = self.size(axis), self.rank(axis), self.meshes.group(axis)
+        x, received = x.contiguous(), x.new_empty(shape)
+        following, previous = (
+            dist.get_global_rank(group, (rank + step) % parts) for step in (1, -1)
+        )
+        ops = [
+            dist.P2POp(move, tensor, peer, group)
+            for move, tensor, peer in (
+                (dist.isend, x, following),
+                (dist.irecv, received, previous),
+            )
+            if tensor.numel()
+        ]
+        self._count(axis, "shift", x)
+        works = _Works(dist.batch_isend_irecv(ops) if ops else ())
+        return Pending(received, works, sent=x)
 
     def _count(self, axis: str, operation: str, x: Tensor) -> None:
         if self.telemetry.wants(CollectiveBytes):

@@ -122,6 +122,29 @@ def check_heads(name: str, *, heads: int, kv_heads: int, folding: Folding) -> No
     )
 
 
+def check_context_heads(name: str, *, heads: int, folding: Folding) -> None:
+    """Refuse `context_parallel_method="ulysses"` where cp cannot share a tp rank's heads.
+
+    Args:
+        name: Module path of the attention, which opens the message.
+        heads: Query heads of all tp ranks, which tp divides.
+        folding: The resolved mapping.
+
+    Raises:
+        ValueError: cp does not divide heads/tp.
+    """
+    tp, cp = folding.tp, folding.cp
+    if (heads // tp) % cp == 0:
+        return
+    legal = divisors(math.gcd(heads // tp, folding.stage_size // tp))
+    raise ValueError(
+        f"{name}: heads/tp = {heads}/{tp} = {heads // tp} cannot be shared over cp={cp} by "
+        f"context_parallel_method='ulysses'; legal cp: {_listed(legal, ' ')} (they divide "
+        f"{heads // tp}), or any cp with 'all_gather' or 'ring'."
+        f"  Change `{DEGREE_FIELDS['cp']}` or `context_parallel_method`."
+    )
+
+
 def largest_legal_ep(world: int, num_experts: int) -> int:
     """Return the largest ep that divides both the world and the experts, with etp = pp = 1."""
     return math.gcd(world, num_experts)

@@ -7,8 +7,8 @@ creates only the groups it is in. Rank arithmetic is `folding`'s; nothing here d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import cast
 
@@ -36,6 +36,7 @@ class Meshes:
         moe: Axes (pp, edp, ep, etp).
         dense: Axes (pp, dp_cp, tp), the storage mesh of dense parameters.
         stage: Axes (pp, stage).
+        by_folding: The same with another MoE mesh, for layers whose experts are divided otherwise.
     """
 
     folding: Folding
@@ -43,6 +44,11 @@ class Meshes:
     moe: DeviceMesh
     dense: DeviceMesh
     stage: DeviceMesh
+    by_folding: Mapping[Folding, Meshes] = field(default_factory=dict)
+
+    def of(self, folding: Folding | None) -> Meshes:
+        """The meshes of a layer with its own folding; these, where it has none."""
+        return self if folding in (None, self.folding) else self.by_folding[folding]
 
     def size(self, axis: str) -> int:
         """Number of ranks along `axis`."""
@@ -64,7 +70,13 @@ class Meshes:
         raise ValueError(f"unknown mesh axis {axis!r}; axes: pp dp cp tp edp ep etp dp_cp stage")
 
 
-def build_meshes(folding: Folding, device_type: str, *, timeout: timedelta | None = None) -> Meshes:
+def build_meshes(
+    folding: Folding,
+    device_type: str,
+    *,
+    layer_foldings: Iterable[Folding] = (),
+    timeout: timedelta | None = None,
+) -> Meshes:
     """Create the process groups and the meshes on them.
 
     Collective over all ranks of the world; call once per process and keep the result. A group
@@ -74,38 +86,46 @@ def build_meshes(folding: Folding, device_type: str, *, timeout: timedelta | Non
     Args:
         folding: The degrees.
         device_type: Of the meshes.
+        layer_foldings: Foldings of single layers; they differ from `folding` in etp and ep only.
         timeout: Bounds every collective of the groups; None takes c10d's default.
     """
-    f = folding
-    shapes = {
-        ATTENTION_AXES: (f.pp, f.dp, f.cp, f.tp),
-        MOE_AXES: (f.pp, f.edp, f.ep, f.etp),
-        DENSE_AXES: (f.pp, f.dp * f.cp, f.tp),
-        STAGE_AXES: (f.pp, f.stage_size),
+    f, world = folding, torch.arange(dist.get_world_size())
+    others = sorted(set(layer_foldings) - {f}, key=lambda other: other.mapping_id)
+    grids = {
+        ATTENTION_AXES: world.view(f.pp, f.dp, f.cp, f.tp),
+        MOE_AXES: _moe_grid(f, world),
+        DENSE_AXES: world.view(f.pp, f.dp * f.cp, f.tp),
+        STAGE_AXES: world.view(f.pp, f.stage_size),
     }
-    grids = {axes: torch.arange(dist.get_world_size()).view(s) for axes, s in shapes.items()}
+    pairs = [*grids.items(), *((MOE_AXES, _moe_grid(other, world)) for other in others)]
     groups = {
         ranks: _group(ranks, desc="/".join(axes), timeout=timeout)
-        for ranks, axes in _axes_by_ranks(grids).items()
+        for ranks, axes in _axes_by_ranks(pairs).items()
     }
-    views = [
-        DeviceMesh.from_group(
-            [groups[_my_ranks(grid, dim)] for dim in range(grid.dim())],
-            device_type,
-            mesh=grid,
-            mesh_dim_names=axes,
-        )
-        for axes, grid in grids.items()
-    ]
-    return Meshes(folding, *views)
+
+    def view(axes: tuple[str, ...], grid: torch.Tensor) -> DeviceMesh:
+        own = [groups[_my_ranks(grid, dim)] for dim in range(grid.dim())]
+        return DeviceMesh.from_group(own, device_type, mesh=grid, mesh_dim_names=axes)
+
+    attention, moe, dense, stage = (view(axes, grid) for axes, grid in grids.items())
+    meshes = Meshes(folding, attention, moe, dense, stage)
+    by_folding = {
+        other: replace(meshes, folding=other, moe=view(MOE_AXES, _moe_grid(other, world)))
+        for other in others
+    }
+    return replace(meshes, by_folding=by_folding)
+
+
+def _moe_grid(folding: Folding, world: torch.Tensor) -> torch.Tensor:
+    return world.view(folding.pp, folding.edp, folding.ep, folding.etp)
 
 
 def _axes_by_ranks(
-    grids: Mapping[tuple[str, ...], torch.Tensor],
+    grids: Iterable[tuple[tuple[str, ...], torch.Tensor]],
 ) -> dict[tuple[int, ...], list[str]]:
     """The axes whose groups this rank is in, by rank list: axes with equal lists share one."""
     found: dict[tuple[int, ...], list[str]] = {}
-    for axes, grid in grids.items():
+    for axes, grid in grids:
         for dim, axis in enumerate(axes):
             names = found.setdefault(_my_ranks(grid, dim), [])
             names.extend([axis] if axis not in names else [])

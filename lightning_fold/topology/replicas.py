@@ -35,10 +35,11 @@ def sync_buffers(module: nn.Module) -> None:
 
 
 def seed_token_owners(comm: Comm) -> None:
-    """Give dp and cp ranks different random numbers and tp peers the same. Collective.
+    """Give dp ranks different random numbers, and the peers of one the same. Collective.
 
-    The first owner keeps rank 0's generator, so a run with dp = cp = 1 draws what a single device
-    draws.
+    Peers over tp and cp compute one batch together; where they own different tokens of it, inside
+    the model, `model.token_rng` tells them apart. The first dp rank keeps rank 0's generator, so a
+    run with dp = 1 draws what a single device draws.
     """
     device = comm.meshes.attention.device_type
     state = torch.get_rng_state().to(device)
@@ -46,7 +47,7 @@ def seed_token_owners(comm: Comm) -> None:
     dist.broadcast(state, src=0)
     dist.broadcast(seed, src=0)
     torch.set_rng_state(state.cpu())
-    owner = comm.rank("dp_cp")
+    owner = comm.rank("dp")
     if owner > 0:
         torch.manual_seed((int(seed) + owner * _STRIDE) % 2**63)
     elif device == "cuda":

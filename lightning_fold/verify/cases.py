@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,12 +17,14 @@ from torch import Tensor, nn
 # Shapes.  B sequences   S tokens of a sequence   T tokens = B*S   K top-k
 
 VOCABULARY, LENGTHS, SEQUENCES = 101, (13, 16, 11), 2
+SHORT, MANY = (3, 2, 5), 6
 STEPS, ACCUMULATE, LEARNING_RATE, CLIP = 3, 2, 0.2, 0.5
 # Labels set to -100 beside the padding, by dp rank: ranks of one step then differ in labels too.
 IGNORED = (1, 1, 2, 2, 4, 3, 4, 6)
 PRELOAD = (
     "transformers.models.mixtral.modeling_mixtral",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "transformers.models.deepseek_v3.modeling_deepseek_v3",
 )
 """Modules that take long to import."""
 
@@ -31,7 +34,7 @@ class ModelCase:
     """One model under test.
 
     Attributes:
-        source: "decoder" (built in), "mixtral" or "qwen3_moe" (Hugging Face).
+        source: "decoder" (built in), or a Hugging Face family.
         options: Fields of its config beside the common sizes.
     """
 
@@ -61,13 +64,41 @@ _DENSE_AND_MOE = {
 }
 _MIXTRAL = {"intermediate_size": 24, "num_local_experts": 8, "num_experts_per_tok": 2}
 _SHARED = {"shared_expert_intermediate_size": 16, "attention_bias": True}
+# DeepSeek-V3's router.
+_GROUPS = {
+    "scoring_func": "sigmoid",
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "use_expert_bias": True,
+}
+_DEEPSEEK = {
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "head_dim": 4,
+    "num_key_value_heads": 8,
+}
+_AUX = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 _TIED = {"tie_word_embeddings": True}
 
 MODELS: Mapping[str, ModelCase] = {
     "decoder": ModelCase("decoder", _DENSE_AND_MOE),
     "decoder-shared-bias": ModelCase("decoder", _DENSE_AND_MOE | _SHARED),
     "decoder-tied": ModelCase("decoder", _DENSE_AND_MOE | _TIED),
+    "decoder-groups": ModelCase("decoder", _DENSE_AND_MOE | _GROUPS),
     "mixtral": ModelCase("mixtral", _MIXTRAL),
+    "mixtral-aux": ModelCase("mixtral", _MIXTRAL | _AUX),
+    "deepseek_v3": ModelCase("deepseek_v3", _DEEPSEEK),
     "mixtral-tied": ModelCase("mixtral", _MIXTRAL | _TIED),
     "qwen3_moe": ModelCase("qwen3_moe", _DENSE_AND_MOE),
     "qwen3_moe-bias": ModelCase("qwen3_moe", _DENSE_AND_MOE | {"attention_bias": True}),
@@ -89,11 +120,25 @@ def build_model(name: str, *, decoder: Any) -> nn.Module:
     return model
 
 
-def sub_batch(index: int, dp_rank: int) -> dict[str, Tensor]:
-    """What a dp rank sees in its `index`-th step: own tokens, length, padding, ignored labels."""
+def sub_batch(index: int, dp_rank: int, kind: str = "padded") -> dict[str, Tensor]:
+    """What a dp rank sees in its `index`-th step: own tokens, length, padding, ignored labels.
+
+    Args:
+        index: Of the step.
+        dp_rank: Coordinate on dp.
+        kind: "padded"; "packed", documents of one row told by positions alone; or "short",
+            sequences of fewer tokens than some cp has ranks.
+    """
     generator = torch.Generator().manual_seed(1000 * index + dp_rank)
-    length = LENGTHS[(index + dp_rank) % len(LENGTHS)]
-    ids = torch.randint(0, VOCABULARY, (SEQUENCES, length), generator=generator)
+    lengths, sequences = (SHORT, MANY) if kind == "short" else (LENGTHS, SEQUENCES)
+    length = lengths[(index + dp_rank) % len(lengths)]
+    ids = torch.randint(0, VOCABULARY, (sequences, length), generator=generator)
+    if kind == "packed":
+        return _packed(ids, dp_rank)
+    if kind == "short":
+        # A query that sees padding alone, beside sequences without any.
+        mask = torch.ones_like(ids).index_put_((torch.tensor(0), torch.tensor(0)), torch.tensor(0))
+        return {"input_ids": ids, "attention_mask": mask, "labels": ids}
     mask = torch.ones_like(ids)
     right, left = dp_rank % 4, dp_rank // 4 * 4 + index % 2
     mask[0, length - right :] = 0
@@ -101,6 +146,21 @@ def sub_batch(index: int, dp_rank: int) -> dict[str, Tensor]:
     labels = ids.masked_fill(mask == 0, -100)
     labels[0, 1 : 1 + IGNORED[dp_rank]] = -100
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def _packed(ids: Tensor, dp_rank: int) -> dict[str, Tensor]:
+    """Rows of two and three documents, whose borders lie nowhere in particular."""
+    positions = torch.arange(ids.shape[1]).repeat(ids.shape[0], 1)
+    for row, starts in enumerate(((4 + dp_rank % 3,), (1, 6 + dp_rank % 4))):
+        for start in starts:
+            positions[row, start:] = torch.arange(ids.shape[1] - start)
+    return {"input_ids": ids, "position_ids": positions, "labels": ids}
+
+
+def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that a checkpoint holds, by name."""
+    saved = model.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
 class RoutingTap:
@@ -118,9 +178,13 @@ class RoutingTap:
             if name.endswith("mlp.gate"):
                 log: list[Tensor] = []
                 self.decisions.append(log)
-                module.register_forward_hook(
-                    lambda module, args, out, log=log: log.append(out[2].detach().clone())
-                )
+                module.register_forward_hook(partial(self._note, log))
+
+    @staticmethod
+    def _note(log: list[Tensor], module: nn.Module, args: Any, out: Any) -> None:
+        # A layer that backward repeats decides nothing new.
+        if torch._C._current_graph_task_id() == -1:
+            log.append(out[2].detach().clone())
 
 
 def _build_decoder(case: ModelCase, decoder: Any) -> nn.Module:
@@ -131,10 +195,13 @@ def _build_decoder(case: ModelCase, decoder: Any) -> nn.Module:
 def _build_hf(case: ModelCase) -> nn.Module:
     import transformers
 
-    classes = {"mixtral": transformers.MixtralConfig, "qwen3_moe": transformers.Qwen3MoeConfig}
-    config = classes[case.source](
-        **_SIZES, **case.options, max_position_embeddings=64, use_cache=False
-    )
+    classes = {
+        "mixtral": transformers.MixtralConfig,
+        "qwen3_moe": transformers.Qwen3MoeConfig,
+        "deepseek_v3": transformers.DeepseekV3Config,
+    }
+    sizes = {**_SIZES, **case.options}
+    config = classes[case.source](**sizes, max_position_embeddings=64, use_cache=False)
     # grouped_mm has no fp64; a folded model computes its experts by itself.
     config._experts_implementation = "eager"
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fold.verify.cases import SEQUENCES
 from lightning_fold.verify.plan import Case, tolerance_of
 
 SMALLEST_NORM = 1e-6
@@ -26,7 +25,7 @@ FAMILIES = ("dense", "shared", "router", "expert")
 CHECKS = (
     *("names", "routing", "logits"),
     *(f"{family} gradient" for family in FAMILIES),
-    *("clip norm", "weights", "loss"),
+    *("clip norm", "weights", "buffers", "loss"),
 )
 """Names of all checks, in order of comparison."""
 _PARTS = {".experts.": "expert", ".mlp.gate.": "router", ".shared_": "shared"}
@@ -156,10 +155,10 @@ def _checks(
     norms: Mapping[str, float],
 ) -> Iterable[Check]:
     first, limit = ranks[0], tolerance_of(case)
-    owners = _token_owners(ranks)
+    owners = [rank for rank in ranks if rank["coordinates"]["tp"] == rank["coordinates"]["cp"] == 0]
     yield _names(first, reference)
     yield _routing(ranks, reference, case.folding.dp)
-    logits = _interleaved([owner["logits"] for owner in owners])
+    logits = _interleaved([_whole_logits(ranks, rank) for rank in range(case.folding.dp)])
     yield _worst("logits", _numbered(logits), _numbered(reference["logits"]), limit.tensors)
     for family, norm in norms.items():
         actual, expected = (of_family(run["grads"], family) for run in (first, reference))
@@ -169,6 +168,8 @@ def _checks(
         actual, expected = _numbered(first["norms"]), _numbered(reference["norms"])
         yield _worst("clip norm", actual, expected, limit.tensors)
     yield _worst("weights", first["weights"], reference["weights"], limit.tensors)
+    if reference["buffers"]:
+        yield _buffers(ranks, reference["buffers"])
     losses = _interleaved([owner["losses"] for owner in owners])
     yield _worst("loss", _numbered(losses), _numbered(reference["losses"]), limit.loss)
 
@@ -183,11 +184,11 @@ def _names(first: dict[str, Any], reference: dict[str, Any]) -> Check:
 
 
 def _routing(ranks: Sequence[dict[str, Any]], reference: dict[str, Any], dp: int) -> Check:
-    """Differing decisions; each rank saw its slice of the sequences, in order of tp."""
+    """Differing decisions; each rank has noted which places of the sequences it saw."""
     wrong = 0
     for layer, expected in enumerate(reference["routing"]):
         owners = [
-            _join_slices([r["routing"][layer] for r in ranks if r["coordinates"]["dp"] == dp_rank])
+            _join_decisions([r for r in ranks if r["coordinates"]["dp"] == dp_rank], layer)
             for dp_rank in range(dp)
         ]
         actual = _interleaved(owners)
@@ -197,16 +198,39 @@ def _routing(ranks: Sequence[dict[str, Any]], reference: dict[str, Any], dp: int
     return Check("routing", wrong, 0)
 
 
-def _join_slices(peers: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Decisions [T, K] of every forward from the peers' [B * s, K]."""
+def _buffers(ranks: Sequence[dict[str, Any]], expected: Mapping[str, Tensor]) -> Check:
+    """Every rank has the whole of them, equal to the last bit."""
+    numbered = list(enumerate(ranks))
+    own = {f"{n} on rank {r}": b for r, rank in numbered for n, b in rank["buffers"].items()}
+    wanted = {f"{n} on rank {r}": b for r, _ in numbered for n, b in expected.items()}
+    return _worst("buffers", own, wanted, 0.0)
+
+
+def _join_decisions(peers: Sequence[dict[str, Any]], layer: int) -> list[Tensor]:
+    """Decisions [T, K] of every forward from those [B * s, K] of the ranks of one dp rank."""
+    joined = []
+    for forward in range(len(peers[0]["places"])):
+        places = [peer["places"][forward] for peer in peers]
+        rows = [peer["routing"][layer][forward] for peer in peers]
+        sequences = sum(map(len, rows)) // sum(map(len, places))
+        parts = [r.view(sequences, len(p), r.shape[1]) for r, p in zip(rows, places, strict=True)]
+        joined.append(_in_order(parts, places).flatten(0, 1))
+    return joined
+
+
+def _whole_logits(ranks: Sequence[dict[str, Any]], dp_rank: int) -> list[Tensor]:
+    """Logits [B, S, V] of every forward; tp peers have the same."""
+    peers = [r for r in ranks if (r["coordinates"]["dp"], r["coordinates"]["tp"]) == (dp_rank, 0)]
+    forwards = range(len(peers[0]["logits"]))
     return [
-        torch.cat([part.unflatten(0, (SEQUENCES, -1)) for part in parts], dim=1).flatten(0, 1)
-        for parts in zip(*peers, strict=True)
+        _in_order([p["logits"][i] for p in peers], [p["logit_places"][i] for p in peers])
+        for i in forwards
     ]
 
 
-def _token_owners(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [rank for rank in ranks if rank["coordinates"]["tp"] == 0]
+def _in_order(parts: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
+    """Parts [B, s, ...] of sequences, joined by the places of their tokens."""
+    return torch.cat(list(parts), dim=1)[:, torch.cat(list(places)).argsort()]
 
 
 def _interleaved(owners: Sequence[Sequence[Any]]) -> list[Any]:

@@ -1,65 +1,25 @@
 """Features beside the mapping that cases run with, and their plain single-process form.
 
-The reference process loads this file by its path, so it imports torch alone: what a feature means
-is written here a second time, without anything parallel. A feature is arguments of the strategy on
-the one side and a `Plain` on the other.
+The reference process loads this file and those it imports as a package of their own, so they
+import torch, each other relatively, and nothing above: what a feature means is written here a
+second time, without anything parallel. A feature is arguments of the strategy on the one side and
+a `Plain` on the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from .plain import Feature, Plain
+from .plain_router import ROUTER
+from .plain_tokens import TOKENS
 
-from torch import Tensor, nn
+__all__ = ["FEATURES", "Feature", "Plain"]
 
-Batch = Mapping[str, Tensor]
-
-
-class Plain:
-    """How a single process trains with a feature; this one trains without any.
-
-    Args:
-        model: The plain model; a feature may hook it.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def forward_backward(self, batches: Sequence[Batch], scale: float) -> list[tuple[Any, Tensor]]:
-        """Run the sub-batches of all dp ranks of one forward; accumulate `scale` * their losses.
-
-        Returns:
-            The model's output and the loss of each sub-batch, as the dp rank's user sees them.
-        """
-        results = []
-        for batch in batches:
-            out = self.model(**batch)
-            loss = self.loss(out, batch)
-            (loss * scale).backward()
-            results.append((out, loss.detach()))
-        return results
-
-    def loss(self, out: Any, batch: Batch) -> Tensor:
-        """The loss of one sub-batch."""
-        loss: Tensor = out.loss
-        return loss
-
-    def after_step(self) -> None:
-        """What happens once the optimizer has made its step."""
-
-
-@dataclass(frozen=True)
-class Feature:
-    """One feature.
-
-    Attributes:
-        strategy: Arguments of `FoldedMoEStrategy`.
-        plain: Makes the plain form for a model.
-    """
-
-    strategy: Mapping[str, Any] = field(default_factory=dict)
-    plain: Callable[[nn.Module], Plain] = Plain
-
-
-FEATURES: dict[str, Feature] = {"": Feature()}
+FEATURES: dict[str, Feature] = {
+    "": Feature(),
+    # The first MoE layer is split over etp, the last shared out over ep (one in between is dense).
+    "layers": Feature({"moe_layers": {"0": {"etp": 2, "ep": 1}, 2: {"etp": 1, "ep": 2}}}),
+    "selective": Feature({"activation_checkpointing": "selective"}),
+    "full": Feature({"activation_checkpointing": "full"}),
+    **ROUTER,
+    **TOKENS,
+}

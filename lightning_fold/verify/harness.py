@@ -28,7 +28,9 @@ class CaseModule(pl.LightningModule):
 
     Attributes:
         losses: Loss of every step.
-        logits: Logits of every step.
+        logits: Logits of every step, of this cp rank's places.
+        places: Place in its sequence of each token that the MoE layers of this rank saw.
+        logit_places: The same of `logits`.
     """
 
     def __init__(self, case: Case) -> None:
@@ -38,6 +40,9 @@ class CaseModule(pl.LightningModule):
         self.tap = cases.RoutingTap(self.model)
         self.losses: list[Tensor] = []
         self.logits: list[Tensor] = []
+        self.places: list[Tensor] = []
+        self.logit_places: list[Tensor] = []
+        self.batch = case.batch
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """The loss of the model."""
@@ -45,6 +50,11 @@ class CaseModule(pl.LightningModule):
         self.log("loss", out.loss)
         self.losses.append(out.loss.detach().clone())
         self.logits.append(out.logits.detach().clone())
+        tokens = _strategy(self.trainer).tokens
+        assert tokens.attention is not None
+        assert tokens.moe is not None
+        self.places.append(tokens.moe.places_s)
+        self.logit_places.append(tokens.attention.places_s)
         loss: Tensor = out.loss
         return loss
 
@@ -54,7 +64,8 @@ class CaseModule(pl.LightningModule):
         The sampler is explicit because Lightning's own one shuffles while fitting.
         """
         steps = range(cases.STEPS * cases.ACCUMULATE)
-        data: Any = [cases.sub_batch(index, dp) for index in steps for dp in range(self.dp)]
+        ranks = range(self.dp)
+        data: Any = [cases.sub_batch(i, rank, self.batch) for i in steps for rank in ranks]
         kwargs = self.trainer.distributed_sampler_kwargs
         assert kwargs is not None
         sampler: Any = DistributedSampler(data, shuffle=False, **kwargs)
@@ -125,23 +136,26 @@ def run_case(case: Case, folder: Path) -> None:
     torch.save(record, folder / f"rank{strategy.global_rank}.pt")
 
 
-def build_strategy(case: Case, *, sharded: bool = False) -> FoldedMoEStrategy:
+def build_strategy(case: Case, *, sharded: bool = False, **options: Any) -> FoldedMoEStrategy:
     """The strategy as a user configures it; dp and edp follow from the world.
 
     Args:
         case: Its mapping.
         sharded: Whether checkpoints are folders.
+        options: Further arguments of the strategy.
     """
     folding = case.folding
     return FoldedMoEStrategy(
         tensor_parallel_size=folding.tp,
         context_parallel_size=folding.cp,
+        context_parallel_method=case.context_parallel_method,
         pipeline_parallel_size=folding.pp,
         expert_parallel_size=folding.ep,
         expert_tensor_parallel_size=folding.etp,
         data_parallel_shard=case.shard,
         save_distributed_checkpoint=sharded,
         **FEATURES[case.feature].strategy,
+        **options,
     )
 
 
@@ -166,9 +180,12 @@ def _record(strategy: FoldedMoEStrategy, module: CaseModule, recorder: Recorder)
         "routing": module.tap.decisions,
         "losses": module.losses,
         "logits": module.logits,
+        "places": module.places,
+        "logit_places": module.logit_places,
         "norms": recorder.norms,
         "grads": recorder.grads,
         "weights": strategy.consolidate(dict(module.named_parameters())),
+        "buffers": {n: b.detach().clone() for n, b in cases.saved_buffers(module).items()},
         "families": {name: family.value for name, family in strategy.families.items()},
     }
 

@@ -21,11 +21,14 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from lightning_fold import strategy
-from lightning_fold.model import swap, tensor_parallel
+from lightning_fold.model import swap, tensor_parallel, token_layout
+from lightning_fold.model.context import parallel, ring
 from lightning_fold.moe import layer
-from lightning_fold.moe.dispatch import all_to_all
+from lightning_fold.moe.dispatch import all_to_all, wire
 from lightning_fold.params import Family, clip, families, local_tensor, shard
 from lightning_fold.topology.comm import split_rows
+from lightning_fold.verify import mutations_router as router
+from lightning_fold.verify import mutations_tokens as tokens
 from lightning_fold.verify.plan import Case
 
 Patch = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -100,7 +103,7 @@ def _not_summed_over_tp(family: Family) -> contextlib.AbstractContextManager[Any
 
 def _etp_sum_left_out() -> contextlib.AbstractContextManager[Any]:
     """A rank takes its own partial rows instead of the sum over etp."""
-    return mock.patch.object(all_to_all, "reduce_scatter_rows", split_rows)
+    return mock.patch.object(wire, "reduce_scatter_rows", split_rows)
 
 
 def _norm_of_local_shards() -> contextlib.AbstractContextManager[Any]:
@@ -207,8 +210,56 @@ class _Forgetful(dict[nn.Parameter, nn.Parameter]):
         return False
 
 
+def _context_loss_not_summed() -> contextlib.AbstractContextManager[Any]:
+    return mock.patch.object(parallel, "sum_over", lambda x, comm, axis: x)
+
+
+def _split_before_shift() -> contextlib.AbstractContextManager[Any]:
+    """Each rank shifts what it holds: the target at the end of every run is another token's."""
+
+    def split_first(self: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        whole, places = targets(self, arguments), self.tokens.attention.places_s
+        own = arguments["labels"].index_select(1, places)
+        wrong = whole["labels"].clone()
+        wrong[:, places] = nn.functional.pad(own, (0, 1), value=-100)[:, 1:]
+        return whole | {"labels": wrong, "shift_labels": wrong}
+
+    owner = parallel.ContextParallel
+    targets = owner._targets
+    return mock.patch.object(owner, "_targets", split_first)
+
+
+def _positions_from_zero() -> contextlib.AbstractContextManager[Any]:
+    """Every rank counts its own places."""
+
+    def counted(self: Any, *args: Any) -> dict[str, Any]:
+        own = dict(local(self, *args))
+        length = own["input_ids"].shape[1]
+        return own | {"position_ids": torch.arange(length)[None]}
+
+    owner = parallel.ContextParallel
+    local = owner._local
+    return mock.patch.object(owner, "_local", counted)
+
+
+def _no_document_borders() -> contextlib.AbstractContextManager[Any]:
+    return mock.patch.object(token_layout, "documents_of", return_value=None)
+
+
+def _last_ring_step_left_out() -> contextlib.AbstractContextManager[Any]:
+    def fewer(self: Any, step: int) -> Iterator[Any]:
+        yield from pairs(self, step) if step + 1 < len(self.steps) else ()
+
+    pairs = ring._Tour.pairs
+    return mock.patch.object(ring._Tour, "pairs", fewer)
+
+
 _TP2_EP4 = Case("decoder", "tp2cp1dp2pp1-etp1ep4edp1")
 _TP2_ETP2 = Case("decoder", "tp2cp1dp2pp1-etp2ep2edp1")
+_CP2 = Case("decoder", "tp1cp2dp2pp1-etp1ep4edp1")
+
+_AUX = Case("decoder", _TP2_EP4.mapping, feature="aux")
+_BIAS = Case("decoder-groups", _TP2_EP4.mapping, feature="bias")
 
 MUTATIONS: Mapping[str, Mutation] = {
     "expert-grad-times-ep": Mutation(
@@ -276,6 +327,60 @@ MUTATIONS: Mapping[str, Mutation] = {
         Case("decoder-tied", _TP2_EP4.mapping),
         "dense gradient",
         _untied,
+    ),
+    "aux-of-own-tokens": Mutation(
+        "aux losses not summed over tp", _AUX, "router gradient", router.aux_of_own_tokens
+    ),
+    "global-batch-own-gradient": Mutation(
+        "gradient of the global-batch loss 1/dp too small",
+        _AUX,
+        "router gradient",
+        router.global_batch_own_gradient,
+    ),
+    "bias-of-own-tokens": Mutation(
+        "expert bias moved by a rank's own tokens", _BIAS, "buffers", router.bias_of_own_tokens
+    ),
+    "padding-counted": Mutation(
+        "padding counted by the aux losses", _AUX, "loss", router.padding_counted
+    ),
+    "dropped-still-computed": Mutation(
+        "rows beyond the capacity still computed",
+        Case("decoder", _TP2_EP4.mapping, feature="capacity"),
+        "logits",
+        tokens.dropped_still_computed,
+    ),
+    "capacity-of-all-ranks": Mutation(
+        "capacity counted from the tokens of all dp ranks",
+        Case("decoder", "tp1cp1dp4pp1-etp1ep4edp1", feature="capacity-local"),
+        "logits",
+        tokens.capacity_of_all_ranks,
+    ),
+    "token-sent-twice": Mutation(
+        "dedup sends a token twice to one rank",
+        Case("decoder", "tp4cp1dp1pp1-etp1ep2edp2", feature="dedup"),
+        "logits",
+        tokens.token_sent_twice,
+    ),
+    "context-loss-not-summed": Mutation(
+        "loss of this cp rank's tokens only", _CP2, "loss", _context_loss_not_summed
+    ),
+    "split-before-shift": Mutation(
+        "labels split over cp before they are shifted", _CP2, "loss", _split_before_shift
+    ),
+    "positions-from-zero": Mutation(
+        "positions of a cp rank counted from zero", _CP2, "logits", _positions_from_zero
+    ),
+    "no-document-borders": Mutation(
+        "no mask between the documents of a packed sequence under cp",
+        Case("decoder", _CP2.mapping, batch="packed"),
+        "logits",
+        _no_document_borders,
+    ),
+    "ring-step-left-out": Mutation(
+        "last step of ring attention left out",
+        Case("decoder", _CP2.mapping, context_parallel_method="ring"),
+        "logits",
+        _last_ring_step_left_out,
     ),
 }
 

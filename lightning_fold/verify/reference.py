@@ -21,7 +21,8 @@ def run_reference(request: dict[str, Any]) -> dict[str, Any]:
     """Train one model for a few steps and record everything that a mapping is compared with.
 
     Args:
-        request: model, dp, clip (bool), precision ("64" or "32"), feature.
+        request: model, dp, clip (bool), precision ("64" or "32"), feature,
+            batch (kind of `cases.sub_batch`).
     """
     dp, dtype = request["dp"], {"64": torch.float64, "32": torch.float32}[request["precision"]]
     model = cases.build_model(request["model"], decoder=decoder).to(dtype)
@@ -32,7 +33,7 @@ def run_reference(request: dict[str, Any]) -> dict[str, Any]:
     for step in range(cases.STEPS):
         optimizer.zero_grad()
         for index in range(step * cases.ACCUMULATE, (step + 1) * cases.ACCUMULATE):
-            batches = [cases.sub_batch(index, dp_rank) for dp_rank in range(dp)]
+            batches = [cases.sub_batch(index, rank, request["batch"]) for rank in range(dp)]
             for out, loss in plain.forward_backward(batches, 1 / dp / cases.ACCUMULATE):
                 record["losses"].append(loss)
                 record["logits"].append(out.logits.detach())
@@ -43,6 +44,7 @@ def run_reference(request: dict[str, Any]) -> dict[str, Any]:
         optimizer.step()
         plain.after_step()
     record["routing"] = tap.decisions
+    record["buffers"] = {f"model.{n}": b.clone() for n, b in cases.saved_buffers(model).items()}
     record["weights"] = {f"model.{n}": p.detach().clone() for n, p in model.named_parameters()}
     return record
 
@@ -64,6 +66,13 @@ def _check_every_expert_is_hit(tap: Any, request: dict[str, Any]) -> None:
     for layer, decisions in enumerate(tap.decisions):
         experts = torch.cat([index.flatten() for index in decisions]).unique().numel()
         assert experts == 8, f"{request}: MoE layer {layer} uses {experts} of 8 experts"
+
+
+def _plain_package(folder: Path) -> None:
+    """Make the plain files of `folder` a package that does not lie in the one under test."""
+    package = ModuleType("plain")
+    package.__path__ = [str(folder)]
+    sys.modules["plain"] = package
 
 
 def _load(name: str, path: Path) -> ModuleType:
@@ -90,7 +99,8 @@ if __name__ == "__main__":
     _HERE = Path(__file__).resolve().parent
     # The script's folder leads sys.path and would hide the standard library from torch.
     sys.path.pop(0)
-    cases = _load("plain_cases", _HERE / "cases.py")
-    features = _load("plain_features", _HERE / "features.py")
+    _plain_package(_HERE)
+    cases = importlib.import_module("plain.cases")
+    features = importlib.import_module("plain.features")
     decoder = _load("plain_decoder", _HERE.parent / "model" / "decoder.py")
     main(*sys.argv[1:3])

@@ -48,7 +48,8 @@ class Resharding(Case):
         """Name of the case in folders and test ids."""
         full = ".full" if self.shard == "full" else ""
         role = ".resume" if self.sources else ""
-        return f"{self.mapping}.{self.model}.{self.optimizer}{full}{role}"
+        feature = f".{self.feature}" if self.feature else ""
+        return f"{self.mapping}.{self.model}.{self.optimizer}{feature}{full}{role}"
 
 
 class ReshardModule(pl.LightningModule):

@@ -64,7 +64,7 @@ def test_refusal_is_recorded_with_its_reason(tmp_path: Path) -> None:
     assert outcome.failure is None
     assert not outcome.passed
     assert "8 heads cannot be split over tp=3" in str(outcome.refusal)
-    assert "1 refused of 6 legal" in coverage([outcome], 3)
+    assert "1 refused of 9 legal" in coverage([outcome], 3)
 
 
 # ------------------------------------------------------------ ranks that fail

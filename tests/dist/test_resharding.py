@@ -34,6 +34,7 @@ EIGHT = (
     "tp4cp1dp2pp1-etp4ep1edp2",
 )
 ETP2, ETP1 = "tp1cp1dp2pp1-etp2ep1edp1", "tp2cp1dp1pp1-etp1ep2edp1"
+CONTEXT = "tp1cp2dp2pp1-etp1ep2edp2"
 TOLERANCE = {"decoder": 1e-10, "mixtral": 1e-6, "qwen3_moe": 1e-6}
 
 Errors = dict[str, dict[str, float]]
@@ -89,9 +90,11 @@ def test_etp2_resumes_as_etp1_and_back_in_gate_rows_up_rows_and_both_moments(
 
 
 @pytest.mark.dist(4)
-@pytest.mark.parametrize("optimizer", ["adamw"])
-def test_a_telling_few(optimizer: str, tmp_path: Path) -> None:
-    few = [Resharding("decoder", FOUR[i], shard=s) for i, s in ((5, "optimizer"), (0, "full"))]
+def test_a_telling_few_with_context_parallel_and_foldings_of_single_layers(tmp_path: Path) -> None:
+    few = [
+        Resharding("decoder", FOUR[5]),
+        Resharding("decoder", CONTEXT, feature="layers", shard="full"),
+    ]
     assert_close(run_all(few, few, tmp_path), 1e-10, pairs=4)
 
 

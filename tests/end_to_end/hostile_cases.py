@@ -91,9 +91,9 @@ TOPOLOGY = [
         slow=True,
     ),
     Case(
-        "cp is not built",
-        r"context_parallel_size=2 .*not built.*Change `context_parallel_size`",
-        {STRATEGY + "context_parallel_size": 2},
+        "pp is not built",
+        r"pipeline_parallel_size=2 .*not built.*Change `pipeline_parallel_size`",
+        {STRATEGY + "pipeline_parallel_size": 2},
     ),
     Case(
         "local dispatcher with spread experts",

@@ -28,10 +28,16 @@ OWNERS = {
         "lightning_fold/callbacks/",
         "lightning_fold/verify/harness.py",
         "lightning_fold/verify/resharding.py",
+        "lightning_fold/verify/product/subject.py",
+        "lightning_fold/verify/product/training.py",
     ),
     "transformers": ("lightning_fold/model/", "lightning_fold/verify/cases.py"),
     "triton": ("fold_kernels/",),
-    "matplotlib": ("lightning_fold/callbacks/", "lightning_fold/topology/rank_map.py"),
+    "matplotlib": (
+        "lightning_fold/callbacks/",
+        "lightning_fold/topology/rank_map.py",
+        "lightning_fold/verify/product/picture.py",
+    ),
 }
 OWNERS["pytorch_lightning"] = ()
 OWNERS["lightning_utilities"] = OWNERS["lightning"]
@@ -40,7 +46,7 @@ OWNERS["lightning_utilities"] = OWNERS["lightning"]
 # here. A new file or folder has to be put into a row.
 LAYERS = (
     ("fold_kernels",),
-    ("topology", "telemetry", "config"),
+    ("topology", "telemetry", "router_options", "dispatchers", "config"),
     ("params", "moe"),
     ("checkpoint", "pipeline", "disagg", "model"),
     (
@@ -61,6 +67,7 @@ LAYERS = (
         "cli_checkpoint",
         "cli_config",
         "cli_errors",
+        "cli_verify",
         "callbacks",
         "verify",
         "planner",
@@ -68,7 +75,14 @@ LAYERS = (
 )
 LAYER_OF = {unit: depth for depth, units in enumerate(LAYERS) for unit in units}
 
-WITHOUT_TORCH = ("topology/folding.py", "topology/doctor.py", "topology/rank_map.py", "config.py")
+WITHOUT_TORCH = (
+    "topology/folding.py",
+    "topology/doctor.py",
+    "topology/rank_map.py",
+    "router_options.py",
+    "dispatchers.py",
+    "config.py",
+)
 READ_ENVIRONMENT = (
     "fold_kernels/backend.py",
     "lightning_fold/strategy.py",

@@ -56,3 +56,36 @@ def test_the_gradient_of_a_permutation_without_rows_exists() -> None:
     permute(x_TD, order_N, inverse_N, 2).sum().backward()
     assert x_TD.grad is not None
     assert x_TD.grad.shape == (0, 3)
+
+
+# Slots 0, 2 and 3 of five hold rows of two tokens with two choices; the third row is dropped.
+ORDER_M, INVERSE_N = torch.tensor([1, 4, 0, 3, 4]), torch.tensor([2, 0, 5, 3])
+
+
+def test_places_without_a_row_are_zeros_and_rows_without_a_place_count_as_zero() -> None:
+    x_TD = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    rows_MD = permute(x_TD, ORDER_M, INVERSE_N, 2, holes=True)
+    assert rows_MD.tolist() == [[1, 2], [0, 0], [1, 2], [3, 4], [0, 0]]
+    # What comes back in a place without a row is never read.
+    rows_MD[1] = rows_MD[4] = float("nan")
+    assert unpermute(rows_MD, ORDER_M, INVERSE_N, 2, holes=True).tolist() == [[2, 4], [3, 4]]
+
+
+def test_gradients_with_holes_match_numerical_ones() -> None:
+    x_TD = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    rows_MD = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    holes = (ORDER_M, INVERSE_N, 2)
+    assert torch.autograd.gradcheck(lambda x: permute(x, *holes, holes=True), x_TD)
+    assert torch.autograd.gradcheck(lambda r: unpermute(r, *holes, holes=True), rows_MD)
+
+
+def test_a_rank_without_tokens_fills_its_places_with_zeros() -> None:
+    x_TD, none = torch.empty(0, 2, requires_grad=True), torch.empty(0, dtype=torch.int64)
+    rows_MD = permute(x_TD, torch.zeros(3, dtype=torch.int64), none, 2, holes=True)
+    assert rows_MD.tolist() == [[0, 0]] * 3
+    assert unpermute(rows_MD, torch.zeros(3, dtype=torch.int64), none, 2, holes=True).shape == (
+        0,
+        2,
+    )
+    rows_MD.sum().backward()
+    assert x_TD.grad is not None

@@ -98,8 +98,8 @@ def _embedding(model: Any) -> None:
     model.model.embed_tokens = Scaled(16, 8)
 
 
-def _router_logits(model: Any) -> None:
-    model.config.output_router_logits = True
+def _hidden_states(model: Any) -> None:
+    model.config.output_hidden_states = True
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def _router_logits(model: Any) -> None:
         (_gated_q, r"q_proj gives 32 features, o_proj takes 16"),
         (_head, r"model.lm_head .*WideLinear, not nn.Linear"),
         (_embedding, r"embed_tokens .*Scaled computes more than nn.Embedding"),
-        (_router_logits, r"config.output_router_logits .*slice of every sequence"),
+        (_hidden_states, r"config.output_hidden_states .*slice of every sequence"),
     ],
 )
 def test_refusals_name_the_module_and_the_reason(

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from lightning_fold.model import decoder, tensor_parallel
-from lightning_fold.topology.folding import Folding, legal_foldings
+from lightning_fold.topology.folding import Folding, divisors, legal_foldings
+from lightning_fold.topology.sequence import balanced_sizes, zigzag_places
 from lightning_fold.verify import cases, mutations
 from lightning_fold.verify.compare import (
     CHECKS,
@@ -30,6 +31,7 @@ from lightning_fold.verify.mutations import MUTATIONS
 from lightning_fold.verify.plan import (
     EIGHT,
     MAIN_MODELS,
+    METHODS,
     QUICK,
     Case,
     closed_form,
@@ -73,13 +75,14 @@ def test_models_build_alike_twice_and_have_the_layers_the_suite_needs() -> None:
 
 
 def test_closed_form_counts_the_mappings() -> None:
-    assert [closed_form(world) for world in (1, 2, 4, 8)] == [1, 6, 18, 40]
+    assert [closed_form(world) for world in (1, 2, 4, 8)] == [1, 9, 36, 100]
     for world in range(1, 25):
-        assert closed_form(world) == len(legal_foldings(world))
+        assert closed_form(world) == len(legal_foldings(world, cp=divisors(world)))
 
 
 def test_plan_covers_what_it_promises() -> None:
-    assert len(set(EIGHT)) >= 6
+    assert len(set(EIGHT)) >= 20
+    assert {"tp2cp2dp2pp1-etp1ep8edp1", "tp2cp2dp2pp1-etp2ep4edp1"} <= set(EIGHT)
     assert all(Folding.from_id(mapping).world == 8 for mapping in EIGHT)
     for world in (1, 2, 4):
         assert len(mappings_of(world)) == closed_form(world)
@@ -90,17 +93,24 @@ def test_plan_covers_what_it_promises() -> None:
             for model in MAIN_MODELS
             for mapping in mappings_of(world)
             for clip in (False, True)
+            if Folding.from_id(mapping).cp == 1
         }
         assert wanted <= ran
+        assert {mapping for _, mapping, _ in ran} == set(mappings_of(world))
+        if world > 1:
+            seen = {(c.context_parallel_method, c.batch) for c in full(world) if c.folding.cp > 1}
+            assert {(m, b) for m in METHODS for b in ("padded", "packed", "short")} <= seen
         assert any(c.precision == "32" and not c.clip for c in full(world))
         assert set(cases.MODELS) == {c.model for c in full(world)}
-    assert len({c.mapping for c in QUICK if c.folding.world == 4}) == 5
+    assert len({c.mapping for c in QUICK if c.folding.world == 4}) == 8
+    assert {c.context_parallel_method for c in QUICK if c.folding.cp > 1} == set(METHODS)
 
 
 def test_references_are_shared_between_mappings_of_equal_dp() -> None:
     other = replace(CASE, mapping="tp2cp1dp2pp1-etp2ep2edp1")
     requests = reference_requests([CASE, other])
     wanted = {"model": "decoder", "dp": 2, "clip": True, "precision": "64", "feature": ""}
+    wanted["batch"] = "padded"
     assert requests == [{"key": CASE.reference, **wanted}]
 
 
@@ -113,6 +123,7 @@ NAMES = {
     "model.model.layers.0.mlp.shared_expert.gate_proj.weight": "shared",
     "model.model.layers.0.mlp.experts.gate_up_proj": "expert",
 }
+BIAS = "model.model.layers.0.mlp.gate.e_score_correction_bias"
 
 
 def reference() -> dict[str, Any]:
@@ -126,39 +137,51 @@ def reference() -> dict[str, Any]:
         "routing": [[torch.randint(0, 8, (10, 2)) for _ in range(4)]],
         "grads": values,
         "weights": {name: value + 1 for name, value in values.items()},
+        "buffers": {BIAS: torch.zeros(8)},
     }
 
 
 def as_ranks(record: dict[str, Any], folding: Folding) -> list[dict[str, Any]]:
-    """What ranks would write if they agreed with `record`: 3 and 2 of 5 tokens under tp = 2."""
+    """What ranks would write if they agreed with `record`.
+
+    Each cp rank has its zigzag of 5 tokens, and each tp rank a run of that.
+    """
     ranks = []
     for rank in range(folding.world):
         at = folding.coordinates(rank)
         mine = slice(at["dp"], None, folding.dp)
+        held = torch.tensor(zigzag_places(5, cp=folding.cp, rank=at["cp"]))
+        own = held.split(balanced_sizes(len(held), folding.tp))[at["tp"]]
         slices = [
-            index.view(2, 5, 2).split([3, 2], 1)[at["tp"]].flatten(0, 1)
+            index.view(2, 5, 2).index_select(1, own).flatten(0, 1)
             for index in record["routing"][0][mine]
         ]
+        logits = [x.index_select(1, held) for x in record["logits"][mine]]
         ranks.append(
             {
                 "coordinates": at,
                 "routing": [slices],
                 "losses": record["losses"][mine],
-                "logits": record["logits"][mine],
+                "logits": logits,
+                "places": [own] * len(logits),
+                "logit_places": [held] * len(logits),
                 "norms": record["norms"],
                 "grads": record["grads"] if rank == 0 else {},
                 "weights": record["weights"] if rank == 0 else {},
+                "buffers": record["buffers"],
                 "families": dict(NAMES),
             }
         )
     return copy.deepcopy(ranks)
 
 
-def compare(ranks: list[dict[str, Any]], record: dict[str, Any], folder: Path) -> Outcome:
-    torch.save(record, folder / f"{CASE.reference}.pt")
+def compare(
+    ranks: list[dict[str, Any]], record: dict[str, Any], folder: Path, case: Case = CASE
+) -> Outcome:
+    torch.save(record, folder / f"{case.reference}.pt")
     for rank, written in enumerate(ranks):
         torch.save(written, folder / f"rank{rank}.pt")
-    return compare_case(CASE, folder, folder)
+    return compare_case(case, folder, folder)
 
 
 def test_equal_records_pass_and_checks_come_in_order(tmp_path: Path) -> None:
@@ -168,9 +191,19 @@ def test_equal_records_pass_and_checks_come_in_order(tmp_path: Path) -> None:
     assert [check.name for check in outcome.checks] == [
         *("names", "routing", "logits"),
         *("dense gradient", "shared gradient", "router gradient", "expert gradient"),
-        *("clip norm", "weights", "loss"),
+        *("clip norm", "weights", "buffers", "loss"),
     ]
     assert set(outcome.family_norms) == {"dense", "shared", "router", "expert"}
+
+
+@pytest.mark.parametrize("mapping", ["tp1cp2dp2pp1-etp1ep4edp1", "tp2cp2dp2pp1-etp1ep8edp1"])
+def test_tokens_of_cp_and_tp_ranks_are_joined_by_their_places(mapping: str, tmp_path: Path) -> None:
+    record, case = reference(), replace(CASE, mapping=mapping)
+    ranks = as_ranks(record, case.folding)
+    assert compare(ranks, record, tmp_path, case).passed
+    ranks[0]["places"][0] = ranks[0]["places"][0].flip(0)
+    outcome = compare(ranks, record, tmp_path, case)
+    assert [check.name for check in outcome.failed_checks] == ["routing"]
 
 
 EXPERT = "model.model.layers.0.mlp.experts.gate_up_proj"
@@ -205,6 +238,10 @@ def lose_weight(ranks: list[dict[str, Any]]) -> None:
     ranks[0]["weights"][EXPERT][0, 0] = math.nan
 
 
+def move_bias(ranks: list[dict[str, Any]]) -> None:
+    ranks[2]["buffers"][BIAS][0] = 1e-30
+
+
 def narrow_weight(ranks: list[dict[str, Any]]) -> None:
     ranks[0]["weights"][EXPERT] = ranks[0]["weights"][EXPERT].float()
 
@@ -224,6 +261,7 @@ def shift_loss(ranks: list[dict[str, Any]]) -> None:
         (round_norm, "clip norm"),
         (lose_weight, "weights"),
         (narrow_weight, "weights"),
+        (move_bias, "buffers"),
         (shift_loss, "loss"),
     ],
 )

@@ -13,104 +13,86 @@ hold width shards of the same experts, see the same rows, and their partial outp
 the way back.
 """
 
-# Shapes.  T local tokens   K top-k   N = T*K rows sent   M rows after the ep exchange
-#          R = S rows after the etp gather, each for one expert
-#          E all experts   e local experts   D model width
+# Shapes.  T local tokens   K top-k   N = T*K routed rows   R = S rows that arrive, each for one
+#          expert   P etp peers   s ep peers   e local experts   D model width
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from fold_kernels.permute import permute, sort_by_expert, unpermute
+from lightning_fold.moe.dispatch.base import Work
+from lightning_fold.moe.dispatch.wire import Splits, Wire
 from lightning_fold.moe.experts import ExpertRows
 from lightning_fold.moe.routing import Routing
-from lightning_fold.topology.comm import Comm, exchange_rows, gather_rows, reduce_scatter_rows
+from lightning_fold.topology.comm import Comm
 
 
 @dataclass(frozen=True)
-class Splits:
-    """How many rows go where, on the host.
-
-    Attributes:
-        send: Rows to each ep peer.
-        recv: Rows from each ep peer.
-        gathered: Rows that each etp peer holds after the ep exchange.
-        experts: Rows of each local expert after the etp gather.
-    """
-
-    send: list[int]
-    recv: list[int]
-    gathered: list[int]
-    experts: list[int]
-
-
-@dataclass(frozen=True)
-class AllToAllState:
+class SentRows:
     """Everything `combine` needs.
 
     Attributes:
-        order_N: Routed row that is sent i-th.
-        inverse_N: Place of every routed row in the send order.
+        order_N: Row of a token that is sent i-th; those that are not sent come last.
+        inverse_N: Place of every row in that order.
         splits: Row counts of both exchanges.
-        top_k: K.
+        copies: Rows per token, K where each goes to one expert.
     """
 
     order_N: Tensor
     inverse_N: Tensor
     splits: Splits
-    top_k: int
+    copies: int
+
+    def bring_home(self, rows_SD: Tensor) -> Tensor:
+        """Sum the rows of every token; those that were not sent count as zero."""
+        missing = self.order_N.shape[0] - rows_SD.shape[0]
+        rows_ND = torch.nn.functional.pad(rows_SD, (0, 0, 0, missing)) if missing else rows_SD
+        return unpermute(rows_ND, self.order_N, self.inverse_N, self.copies)
 
 
 class AllToAllDispatcher:
-    """Dropless dispatch over ep and etp. One host synchronisation a layer, for the split sizes."""
+    """Sends every routed row over ep and etp. One host synchronisation a layer, for the sizes.
+
+    The exchange of the sizes overlaps the permutation.
+    """
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
+        self.wire = Wire(comm)
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[ExpertRows, AllToAllState]:
+    def dispatch(
+        self, x_TD: Tensor, routing: Routing, *, meanwhile: Work | None = None
+    ) -> tuple[ExpertRows, SentRows]:
         """See `Dispatcher`. Collective over ep and etp."""
-        order_N, inverse_N = sort_by_expert(routing.index_TK)
-        counts_PSe, counts_e, splits = self._exchange_counts(routing)
+        counts_E = routing.counts_E()
+        rows_P = counts_E.view(self.comm.size("ep"), -1).sum(1)
+        told = self.wire.start_counts(routing, counts_E, rows_P)
+        order_N, inverse_N = sort_by_expert(routing.kept_index_TK())
+        relayed = self.wire.relay_counts(told)
         rows_ND = permute(x_TD, order_N, inverse_N, routing.top_k)
         weights_N1 = routing.weights_TK.reshape(-1, 1).index_select(0, order_N)
-        origin_R = _expert_order(counts_PSe, sum(splits.experts))
-        rows = ExpertRows(
-            source_SD=self._send(rows_ND, splits),
+        counts = self.wire.agree(routing, rows_P, relayed)
+        splits, sent = counts.splits, sum(counts.splits.send)
+        rows, weights = (self.wire.send(x[:sent], splits) for x in (rows_ND, weights_N1))
+        if meanwhile is not None:
+            meanwhile()
+        origin_R = _expert_order(counts.pairs_PSe, sum(splits.experts))
+        arrived = ExpertRows(
+            source_SD=self.wire.arrive(rows, splits),
             origin_R=origin_R,
-            weights_R=self._send(weights_N1, splits).squeeze(1).index_select(0, origin_R),
-            counts_e=counts_e,
+            weights_R=self.wire.arrive(weights, splits).squeeze(1).index_select(0, origin_R),
+            counts_e=counts.pairs_PSe.sum((0, 1)),
             sizes=splits.experts,
         )
-        return rows, AllToAllState(order_N, inverse_N, splits, routing.top_k)
+        return arrived, SentRows(order_N, inverse_N, splits, routing.top_k)
 
-    def combine(self, out_SD: Tensor, state: AllToAllState) -> Tensor:
+    def combine(self, out_SD: Tensor, state: SentRows) -> Tensor:
         """See `Dispatcher`. Collective over etp and ep."""
-        splits = state.splits
-        rows_MD = reduce_scatter_rows(out_SD, self.comm, splits.gathered, "etp")
-        rows_ND = exchange_rows(rows_MD, self.comm, send=splits.recv, recv=splits.send, axis="ep")
-        return unpermute(rows_ND, state.order_N, state.inverse_N, state.top_k)
-
-    def _send(self, rows: Tensor, splits: Splits) -> Tensor:
-        rows = exchange_rows(rows, self.comm, send=splits.send, recv=splits.recv, axis="ep")
-        return gather_rows(rows, self.comm, splits.gathered, "etp")
-
-    def _exchange_counts(self, routing: Routing) -> tuple[Tensor, Tensor, Splits]:
-        ep, etp = self.comm.size("ep"), self.comm.size("etp")
-        sent_Pe = routing.counts_E().view(ep, -1)
-        received_Se = self.comm.all_to_all_rows(sent_Pe, [1] * ep, [1] * ep, axis="ep")
-        held = self.comm.all_gather_rows(received_Se, [ep] * etp, axis="etp")
-        counts_PSe = held.view(etp, ep, -1)
-        counts_e = counts_PSe.sum((0, 1))
-        # One copy for all four lists: each host synchronisation stalls a GPU's queue.
-        parts = [sent_Pe.sum(1), received_Se.sum(1), counts_PSe.sum((1, 2)), counts_e]
-        flat = self.comm.to_host(torch.cat(parts), why="split sizes of dispatch and combine")
-        cuts = [0, ep, 2 * ep, 2 * ep + etp, len(flat)]
-        lists = [flat[a:b] for a, b in pairwise(cuts)]
-        return counts_PSe, counts_e, Splits(*lists)
+        return state.bring_home(self.wire.send_back(out_SD, state.splits))
 
 
 def _expert_order(counts_PSe: Tensor, num_rows: int) -> Tensor:

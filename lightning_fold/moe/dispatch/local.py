@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from fold_kernels.permute import sort_by_expert
+from lightning_fold.moe.dispatch.base import Work
 from lightning_fold.moe.experts import ExpertRows
 from lightning_fold.moe.routing import Routing
 from lightning_fold.topology.comm import Comm
@@ -19,16 +21,23 @@ class LocalDispatcher:
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[ExpertRows, None]:
-        """See `Dispatcher`; S = T and R = N."""
-        order_N, _ = sort_by_expert(routing.index_TK)
+    def dispatch(
+        self, x_TD: Tensor, routing: Routing, *, meanwhile: Work | None = None
+    ) -> tuple[ExpertRows, None]:
+        """See `Dispatcher`; S = T and R = N less what is dropped. Leaves `meanwhile`."""
+        order_N, _ = sort_by_expert(routing.kept_index_TK())
         counts_E = routing.counts_E()
+        numbers = torch.cat([counts_E, routing.nan_mark(0)])
+        *sizes, mark = self.comm.to_host(numbers, why="group sizes of the expert GEMMs")
+        if mark:
+            routing.refuse_nan([self.comm.global_rank + 1])
+        order_R = order_N[: sum(sizes)]
         rows = ExpertRows(
             source_SD=x_TD,
-            origin_R=order_N // routing.top_k,
-            weights_R=routing.weights_TK.reshape(-1).index_select(0, order_N),
+            origin_R=order_R // routing.top_k,
+            weights_R=routing.weights_TK.reshape(-1).index_select(0, order_R),
             counts_e=counts_E,
-            sizes=self.comm.to_host(counts_E, why="group sizes of the expert GEMMs"),
+            sizes=sizes,
         )
         return rows, None
 

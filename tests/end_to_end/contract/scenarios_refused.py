@@ -92,7 +92,7 @@ def _by_mapping(context: Context, fit: Any) -> dict[str, Callable[[], Any]]:
         }
     return {
         "headed": fit(Headed(mixtral())),
-        "router_logits": fit(Lit(mixtral(output_router_logits=True))),
+        "hidden_states": fit(Lit(mixtral(output_hidden_states=True))),
         "asked_router_logits": fit(Asking(mixtral())),
         "heads": fit(Lit(mixtral(num_attention_heads=3, num_key_value_heads=3))),
     }

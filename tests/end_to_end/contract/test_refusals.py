@@ -28,7 +28,7 @@ EP2 = {
 }
 TP2 = {
     "headed": "ValueError: self.head has parameters outside self.model",
-    "router_logits": "ValueError: config.output_router_logits cannot run under tensor_parallel",
+    "hidden_states": "ValueError: config.output_hidden_states cannot run under tensor_parallel",
     "asked_router_logits": "ValueError: output_router_logits=True cannot be served under tensor",
     "heads": "ValueError: model.model.layers.0.self_attn: 3 heads cannot be split over tp=2",
 }

@@ -1,0 +1,56 @@
+"""Any gated activation with the routing weights multiplied in, forward and backward.
+
+SwiGLU runs as the pair of `swiglu.py`. Any other callable is differentiated by autograd on the
+kept input, inside backward: it keeps nothing of its own.
+"""
+
+# Shapes.  R rows   F expert width
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fold_kernels.swiglu import (
+    ActivationGradients,
+    swiglu,
+    weighted_swiglu,
+    weighted_swiglu_backward,
+)
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def activate(
+    activation: Activation, hidden_R2F: Tensor, weights_R: Tensor, *, out_RF: Tensor
+) -> None:
+    """Write the activation times the routing weights, rounded once. See `weighted_swiglu`."""
+    if activation is swiglu:
+        weighted_swiglu(hidden_R2F, weights_R, out_RF=out_RF)
+    else:
+        torch.mul(activation(hidden_R2F), weights_R.unsqueeze(1), out=out_RF)
+
+
+def activate_backward(
+    activation: Activation,
+    hidden_R2F: Tensor,
+    weights_R: Tensor,
+    grad_RF: Tensor,
+    *,
+    out: ActivationGradients,
+) -> None:
+    """Write the gradients of `activate`. See `weighted_swiglu_backward`."""
+    if activation is swiglu:
+        weighted_swiglu_backward(hidden_R2F, weights_R, grad_RF, out=out)
+        return
+    hidden = hidden_R2F.detach().requires_grad_()
+    with torch.enable_grad():
+        activated = activation(hidden)
+    plain, weight = activated.detach(), weights_R.unsqueeze(1)
+    scaled = (grad_RF * weight).to(activated.dtype)
+    (grad_hidden,) = torch.autograd.grad(activated, hidden, scaled)
+    out.hidden_R2F.copy_(grad_hidden)
+    torch.mul(plain, weight, out=out.weighted_RF)
+    torch.sum(plain.to(weights_R.dtype) * grad_RF, 1, out=out.weights_R)

@@ -1,0 +1,111 @@
+"""The way of rows between ranks that `all_to_all` and `dedup` share: ep first, then etp.
+
+Owns the agreement on row counts, the exchange over ep with the gather over etp behind it, and the
+way back. Knows nothing of tokens: what a row is and in which order rows leave is the dispatcher's.
+"""
+
+# Shapes.  P ep ranks   e local experts   N rows sent   M rows after the ep exchange
+#          S rows after the etp gather   D width of a row
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from lightning_fold.moe.routing import Routing
+from lightning_fold.topology.comm import (
+    Comm,
+    Pending,
+    exchange_rows,
+    gather_rows,
+    reduce_scatter_rows,
+)
+from lightning_fold.topology.in_flight import RowsInFlight, start_exchange, start_gather
+
+
+@dataclass(frozen=True)
+class Splits:
+    """How many rows go where, on the host.
+
+    Attributes:
+        send: Rows to each ep peer.
+        recv: Rows from each ep peer.
+        gathered: Rows that each etp peer holds after the ep exchange.
+        experts: Pairs of a row and each local expert after the etp gather.
+    """
+
+    send: list[int]
+    recv: list[int]
+    gathered: list[int]
+    experts: list[int]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What the ranks have told each other.
+
+    Attributes:
+        pairs_PSe: int64, pairs from every source, by etp peer, ep peer and local expert.
+        splits: The host's part of it.
+    """
+
+    pairs_PSe: Tensor
+    splits: Splits
+
+
+class Wire:
+    """Moves rows over ep and etp. Every rank of both axes calls every method, in the same order."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+
+    def start_counts(self, routing: Routing, counts_E: Tensor, rows_P: Tensor) -> Pending:
+        """Tell every ep peer what it will get: pairs per expert, rows, and the mark of NaN."""
+        ep = self.comm.size("ep")
+        mark_P1 = routing.nan_mark(self.comm.global_rank).expand(ep).unsqueeze(1)
+        told_Pc = torch.cat([counts_E.view(ep, -1), rows_P.unsqueeze(1), mark_P1], 1)
+        return self.comm.start_all_to_all_rows(told_Pc, [1] * ep, [1] * ep, axis="ep")
+
+    def relay_counts(self, told: Pending) -> Pending:
+        """Tell the etp peers what the ep peers have told."""
+        ep, etp = self.comm.size("ep"), self.comm.size("etp")
+        return self.comm.start_all_gather_rows(told.wait(), [ep] * etp, axis="etp")
+
+    def agree(self, routing: Routing, rows_P: Tensor, relayed: Pending) -> Counts:
+        """Read the counts on the host: the only synchronisation of a layer.
+
+        Raises:
+            ValueError: Routing weights of a rank of ep x etp are NaN; all of them raise alike.
+        """
+        ep, etp = self.comm.size("ep"), self.comm.size("etp")
+        told_PSc = relayed.wait().view(etp, ep, -1)
+        pairs_PSe, rows_PS, marks_PS = told_PSc[..., :-2], told_PSc[..., -2], told_PSc[..., -1]
+        received_S = rows_PS[self.comm.rank("etp")]
+        # One copy for all lists: each host synchronisation stalls a GPU's queue.
+        parts = [rows_P, received_S, rows_PS.sum(1), pairs_PSe.sum((0, 1)), marks_PS.reshape(-1)]
+        flat = self.comm.to_host(torch.cat(parts), why="split sizes of dispatch and combine")
+        cuts = [0, *accumulate(part.shape[0] for part in parts)]
+        *lists, marks = [flat[a:b] for a, b in pairwise(cuts)]
+        routing.refuse_nan(marks)
+        return Counts(pairs_PSe, Splits(*lists))
+
+    def send(self, rows_ND: Tensor, splits: Splits) -> RowsInFlight:
+        """Send rows on their way; `arrive` takes what this returns."""
+        if self.comm.size("ep") == 1:
+            return start_gather(rows_ND, self.comm, splits.gathered, "etp")
+        send, recv = splits.send, splits.recv
+        return start_exchange(rows_ND, self.comm, send=send, recv=recv, axis="ep")
+
+    def arrive(self, rows: RowsInFlight, splits: Splits) -> Tensor:
+        """Rows for this rank's experts [S, D], by etp peer and then ep peer."""
+        if self.comm.size("ep") == 1:
+            return rows.wait()
+        return gather_rows(rows.wait(), self.comm, splits.gathered, "etp")
+
+    def send_back(self, out_SD: Tensor, splits: Splits) -> Tensor:
+        """Outputs in the order in which the rows left, [N, D], summed over etp."""
+        rows_MD = reduce_scatter_rows(out_SD, self.comm, splits.gathered, "etp")
+        return exchange_rows(rows_MD, self.comm, send=splits.recv, recv=splits.send, axis="ep")
