@@ -48,6 +48,7 @@ mutate: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/strategy_overhead.py
 	$(BIN)/python benchmarks/moe_layer.py
+	$(BIN)/python benchmarks/dispatch_bytes.py
 
 clean:
 	rm -rf $(VENV) runs lightning_logs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

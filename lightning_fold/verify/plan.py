@@ -161,6 +161,7 @@ QUICK = (
     Case("qwen3_moe", _CP2_DP2, clip=True),
     Case("mixtral", _TP2_EP2_OF_2, feature="full"),
     Case("decoder-shared-bias", _TP2_ETP2, feature="selective"),
+    Case("decoder", _TP2_EP4, feature="layers"),
 )
 """What every test run sees: two mappings of 2 ranks, eight of 4."""
 
@@ -202,7 +203,8 @@ def full(world: int) -> list[Case]:
     middle = telling[len(telling) // 2]
     cases += [Case(model, middle, precision="32") for model in MAIN_MODELS]
     cases += [Case(model, middle, clip=True, shard="full") for model in MAIN_MODELS]
-    cases += _router_cases(world) + _token_cases(world) + _recompute_cases(world)
+    cases += _router_cases(world) + _token_cases(world)
+    cases += _recompute_cases(world) + _layer_cases(world)
     return cases + _context_cases([mapping for mapping in every if mapping not in mappings])
 
 
@@ -266,6 +268,18 @@ def _recompute_cases(world: int) -> list[Case]:
             Case("decoder", _CP2_DP2, context_parallel_method="ring", feature=name),
         ]
     return cases
+
+
+def _layer_cases(world: int) -> list[Case]:
+    """Layers with other expert degrees than the strategy's: with tp, cp, etp and ZeRO-3."""
+    if world != 4:
+        return []
+    return [
+        Case("mixtral", _TP1_ETP2, feature="layers"),
+        Case("qwen3_moe", _TP4_EP2, clip=True, feature="layers"),
+        Case("decoder", _DATA_4, shard="full", feature="layers"),
+        Case("decoder-shared-bias", _TP2_CP2, feature="layers"),
+    ]
 
 
 def _context_cases(mappings: Sequence[str]) -> list[Case]:

@@ -19,6 +19,7 @@ from typing import TextIO
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import debug
 
 from lightning_fold.verify.harness import run_case
 from lightning_fold.verify.mutations import injected
@@ -75,9 +76,21 @@ def run_folded(case: Case, folder: Path) -> None:
     """Run one case under its mapping and leave its process groups. Collective over all ranks."""
     with injected(case.mutation):
         run_case(case, folder)
+    leave_groups()
+
+
+def leave_groups() -> None:
+    """End the process groups of a mapping, so that another may follow. Collective over all ranks.
+
+    DTensor remembers meshes, by their shape, in what it has worked out for operations. The next
+    mapping may have a mesh of equal shape over groups that c10d has named otherwise: their names
+    depend on the order in which groups were made.
+    """
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+    # Private, and the one way to forget. Users have one mapping a process and need it not.
+    debug._clear_sharding_prop_cache()
 
 
 def _environment(job: RankJob) -> dict[str, str]:

@@ -31,7 +31,7 @@ def gelu_gated(hidden: Tensor) -> Tensor:
 def form(request, monkeypatch) -> str:
     """Every form, on this device; batches of the loop hold one expert or two."""
     monkeypatch.setattr(expert_mlp, "choose_experts", lambda device_type: request.param)
-    monkeypatch.setattr(expert_loop, "BATCH_ELEMENTS", 3 * (D + 4 * F))
+    monkeypatch.setattr(expert_loop, "BATCH_ELEMENTS", 3 * (2 * D + 4 * F))
     return request.param
 
 
