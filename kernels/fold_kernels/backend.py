@@ -31,8 +31,8 @@ def choose_grouped_gemm(
 def choose_experts(device_type: str) -> Form:
     """Form of the expert computation: `loop` in batches of experts, or `grouped`, all at once.
 
-    On a CPU the loop has the faster products (the same ones, preallocated, in cache) and works in
-    a fraction of the memory; measured for 8 to 64 experts by `benchmarks/moe_layer.py`. On a GPU
-    a call costs more than a small product; that side is reasoned, not measured.
+    On a CPU both take the same time for 8 to 64 experts (`benchmarks/moe_layer.py`'s shapes), and
+    the loop holds the rows of one batch instead of all, several times. On a GPU a call costs more
+    than a small product; that side is reasoned, not measured.
     """
     return "loop" if device_type == "cpu" else "grouped"

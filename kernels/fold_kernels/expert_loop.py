@@ -21,8 +21,8 @@ from fold_kernels.expert_operands import Gradients, Needs, Operands, zero_sums
 from fold_kernels.swiglu import ActivationGradients
 
 # Elements that backward holds for one batch, 24 MiB in fp32. Small batches cost calls and meet the
-# source rows out of cache again and again: best of 2**20 to 2**24 for 64 experts of width 64 and 8
-# of width 512 (AMD EPYC, first generation, 2026-11-29).
+# source rows out of cache again and again: best of 2**20 to 12 * 2**20 for 64 experts of width 64
+# and 8 of width 512 (AMD EPYC, first generation, 2026-11-29).
 BATCH_ELEMENTS = 6 << 20
 
 

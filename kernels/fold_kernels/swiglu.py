@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Elements of one intermediate of a block. Smaller blocks cost calls, larger ones leave the cache:
-# best of 2**13 to 2**17 for F = 64 and 512 (AMD EPYC, first generation, 2026-11-29).
-BLOCK_ELEMENTS = 1 << 16
+# best of 2**13 to 2**18 for F = 64 and 512 (AMD EPYC, first generation, 2026-11-29).
+BLOCK_ELEMENTS = 1 << 17
 
 
 @dataclass(frozen=True)

@@ -226,6 +226,46 @@ def test_loss_is_the_mean_over_targets_that_count() -> None:
     torch.testing.assert_close(next_token_loss(logits, labels), expected, rtol=1e-12, atol=0)
 
 
+def test_targets_and_their_number_may_be_given() -> None:
+    model, ids = build(), tokens()
+    shifted = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]
+    loss = model(ids, labels=ids).loss
+    assert relative(model(ids, labels=shifted, shift_labels=shifted).loss, loss) < 1e-14
+    given = model(ids, labels=ids, num_items_in_batch=torch.tensor(44)).loss
+    assert relative(given, loss * 22 / 44) < 1e-14
+
+
+def test_documents_of_a_packed_row_do_not_see_each_other() -> None:
+    model, ids = build(), tokens(batch=1)
+    positions = torch.cat((torch.arange(5), torch.arange(7)))[None]
+    together = model(ids, position_ids=positions).logits
+    apart = torch.cat([model(part).logits for part in ids.split([5, 7], 1)], 1)
+    assert relative(together, apart) < 1e-12
+    # Positions that follow one another are one document, wherever they begin; a mask forbids more.
+    later = model(ids, position_ids=torch.arange(3, 15)[None]).logits
+    assert relative(later, model(ids).logits) < 1e-12
+    masked = model(ids, torch.ones_like(ids), position_ids=positions).logits
+    assert relative(masked, together) > 1e-3
+
+
+def test_attention_and_mask_can_be_replaced() -> None:
+    model, ids = build(), tokens()
+    expected = model(ids, torch.ones_like(ids)).logits
+    given = []
+
+    def attend(module, query, key, value, attention_mask, *, scaling, dropout):
+        given.append(attention_mask)
+        return decoder_file.sdpa_attend(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout
+        )
+
+    model.model.mask = lambda attention_mask, position_ids: None
+    for layer in model.model.layers:
+        layer.self_attn.attend = attend
+    assert relative(model(ids, torch.ones_like(ids)).logits, expected) < 1e-12
+    assert given == [None] * 3
+
+
 def test_loss_without_targets_is_zero_with_zero_gradients() -> None:
     model, ids = build(), tokens()
     loss = model(ids, labels=torch.full_like(ids, -100)).loss

@@ -9,6 +9,7 @@ import torch
 import transformers
 from torch import nn
 
+from fold_kernels.swiglu import swiglu
 from lightning_fold.model.inspect import find_parts
 from lightning_fold.moe.layer import FoldedExperts
 
@@ -99,6 +100,15 @@ def test_the_activation_takes_gate_then_up() -> None:
     gate, up = torch.tensor([[1.0, -2.0]]), torch.tensor([[3.0, 5.0]])
     wanted = nn.functional.silu(gate) * up
     torch.testing.assert_close(spec.activation(torch.cat([gate, up], 1)), wanted)
+
+
+def test_swiglu_is_recognised_and_nothing_else_is_taken_for_it() -> None:
+    for holder in (Holder(mixtral()), Holder(qwen3_moe()), in_layers(Experts())):
+        assert {spec.activation for spec in find_parts(holder).experts} == {swiglu}
+    other = mixtral()
+    other.model.layers[0].mlp.experts.act_fn = nn.GELU()
+    other.model.layers[1].mlp.experts._apply_gate = lambda x: x.chunk(2, -1)[0]
+    assert swiglu not in {spec.activation for spec in find_parts(Holder(other)).experts}
 
 
 @pytest.mark.parametrize(

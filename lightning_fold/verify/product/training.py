@@ -30,6 +30,7 @@ from lightning_fold.verify.product.batches import Batches, batches_of
 from lightning_fold.verify.product.plain import MOMENTUM, STEPS, Scale
 from lightning_fold.verify.product.record import Tap
 from lightning_fold.verify.product.subject import DEFAULT, Subject, build
+from lightning_fold.verify.worker import leave_groups
 
 CHECKPOINT = "saved.ckpt"
 
@@ -71,9 +72,7 @@ def run_mapping(case: Case, folder: Path) -> None:
         record = _Run(case, folder).record()
     rank = dist.get_rank() if dist.is_initialized() else 0
     torch.save(record, folder / f"rank{rank}.pt")
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+    leave_groups()
 
 
 def strategy_for(folding: Folding, options: Mapping[str, Any]) -> FoldedMoEStrategy:
