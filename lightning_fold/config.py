@@ -18,6 +18,7 @@ from typing import Any, Literal
 from lightning_fold.dispatchers import check_dispatcher
 from lightning_fold.router_options import RouterOptions, parse_options
 from lightning_fold.topology.doctor import DEGREE_FIELDS, check_degree, nearest
+from lightning_fold.topology.layer_foldings import check_written
 
 # c10d counts nanoseconds; a month is far from its limit.
 _LONGEST_TIMEOUT_S = 30 * 24 * 3600.0
@@ -212,6 +213,7 @@ class FoldedConfig:
         self._check_capacity()
         self._check_timeout()
         self._check_sentinel()
+        check_written(self.moe_layers)
         _ = self.routing
 
     @property

@@ -127,7 +127,7 @@ def parse_options(router: str, options: Mapping[str, Any] | None) -> RouterOptio
 
 def _check_key(router: str, key: str, value: Any) -> None:
     if key not in KEYS:
-        likely = nearest(key, list(KEYS))
+        likely = nearest(str(key), list(KEYS))
         hint = f"Change it to {likely!r}" if likely else f"Legal: {', '.join(KEYS)}"
         raise ValueError(f"{key!r} is no key of router_options. {hint}.  Change `router_options`.")
     if not KEYS[key].holds(value):
@@ -144,7 +144,7 @@ def _check_key(router: str, key: str, value: Any) -> None:
 
 
 def _aux_loss(item: Mapping[str, Any]) -> AuxLoss:
-    unknown = sorted(set(item) - {"formula", "coefficient"})
+    unknown = [key for key in item if key not in ("formula", "coefficient")]
     formula, coefficient = item.get("formula"), item.get("coefficient")
     if unknown or formula not in FORMULAS:
         what = f"key {unknown[0]!r}" if unknown else f"formula={formula!r}"
@@ -154,8 +154,8 @@ def _aux_loss(item: Mapping[str, Any]) -> AuxLoss:
         )
     if not (_number(coefficient) or (coefficient is None and formula == "model")):
         raise ValueError(
-            f"router_options['aux_losses']: coefficient={coefficient!r} of {formula!r} is none. "
-            "Legal coefficient: a number of at least 0; 'model' alone may leave it out and takes "
-            "`router_aux_loss_coef` of the model's config.  Change `router_options`."
+            f"router_options['aux_losses']: coefficient={coefficient!r} of {formula!r} is no "
+            "factor. Legal coefficient: a number of at least 0; 'model' alone may leave it out and "
+            "takes `router_aux_loss_coef` of the model's config.  Change `router_options`."
         )
     return AuxLoss(str(formula), None if coefficient is None else float(coefficient))

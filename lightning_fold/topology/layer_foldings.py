@@ -38,17 +38,31 @@ def layer_foldings(moe_layers: Mapping[Any, Any] | None, base: Folding) -> dict[
     Raises:
         ValueError: A key is no range, a layer is named twice, a degree is unknown or does not fit.
     """
-    found: dict[int, Folding] = {}
+    check_written(moe_layers)
+    return {
+        layer: folding
+        for key, degrees in (moe_layers or {}).items()
+        for folding in [_folding(key, degrees, base)]
+        for layer in _layers(key)
+    }
+
+
+def check_written(moe_layers: Mapping[Any, Any] | None) -> None:
+    """Refuse what no ranks and no model could make right.
+
+    Raises:
+        ValueError: A key is no range, a layer is named twice, or a degree is unknown.
+    """
+    found: set[int] = set()
     for key, degrees in (moe_layers or {}).items():
-        folding = _folding(key, degrees, base)
+        _check_degrees(key, degrees)
         for layer in _layers(key):
             if layer in found:
                 raise ValueError(
                     f"moe_layers: layer {layer} is named twice, the second time in {key!r}. Name "
                     "each layer once.  Change `moe_layers`."
                 )
-            found[layer] = folding
-    return found
+            found.add(layer)
 
 
 def check_layers(
@@ -88,20 +102,29 @@ def _layers(key: Any) -> list[int]:
     return layers
 
 
-def _folding(key: Any, degrees: Any, base: Folding) -> Folding:
+def _check_degrees(key: Any, degrees: Any) -> None:
     if not isinstance(degrees, Mapping) or not degrees:
         raise ValueError(
             f"moe_layers: {key!r} must be followed by degrees, such as {{etp: 2, ep: 2}}, and is "
             f"{degrees!r}.  Change `moe_layers`."
         )
-    chosen = {"etp": base.etp, "ep": base.ep}
     for name, degree in degrees.items():
         if name not in _DEGREES:
             likely = nearest(str(name), _DEGREES)
             hint = f"Change it to `{likely}`." if likely else "Legal: etp, ep."
             raise ValueError(f"moe_layers: `{name}` of {key!r} is no degree of experts. {hint}")
-        chosen[_DEGREES[name]] = degree
+        if type(degree) is not int or degree < 1:
+            raise ValueError(
+                f"moe_layers: {name}={degree!r} of {key!r} counts ranks. Legal {name}: 1, 2, 3, "
+                "...  Change `moe_layers`."
+            )
+
+
+def _folding(key: Any, degrees: Mapping[str, int], base: Folding) -> Folding:
+    chosen = {"etp": base.etp, "ep": base.ep}
+    chosen |= {_DEGREES[name]: degree for name, degree in degrees.items()}
     try:
         return resolve_folding(base.world, tp=base.tp, cp=base.cp, pp=base.pp, **chosen)
     except ValueError as error:
-        raise ValueError(f"moe_layers: {key!r}: {error}") from None
+        reason = str(error).rpartition("  Change ")[0]
+        raise ValueError(f"moe_layers: {key!r}: {reason}  Change `moe_layers`.") from None

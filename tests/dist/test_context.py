@@ -151,6 +151,7 @@ class Scenario:
     batch: Callable[[], dict[str, Tensor]] = field(default=lambda: {"input_ids": ids()})
     method: Method = "all_gather"
     tolerance: float = 1e-6
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def model(self) -> nn.Module:
         torch.manual_seed(5)
@@ -163,6 +164,13 @@ def mixtral(**options: Any) -> nn.Module:
 
 def mixtral_with_window() -> nn.Module:
     return mixtral(sliding_window=4)
+
+
+def token_classifier() -> nn.Module:
+    config = transformers.MixtralConfig(**SIZES, num_local_experts=4, num_labels=6)
+    config._experts_implementation, config.use_cache = "eager", False
+    config.classifier_dropout = 0.0
+    return transformers.MixtralForTokenClassification(config)
 
 
 def dense_and_checkpointed() -> nn.Module:
@@ -183,6 +191,11 @@ SCENARIOS: Mapping[str, Scenario] = {
     "mixtral_checkpointed": Scenario(checkpointed, batch=left_padded, method="ring"),
     "window": Scenario(mixtral_with_window, batch=packed, method="ulysses"),
     "window_in_the_mask_alone": Scenario(qwen2_with_window, batch=left_padded, method="ring"),
+    "logits_of_a_token_classifier": Scenario(token_classifier, own_loss),
+    # Without a mask, attention goes by torch's own kind of mask.
+    "every_layer_repeated": Scenario(
+        decoder, tolerance=1e-10, options={"activation_checkpointing": "full"}
+    ),
     "latent_attention": Scenario(deepseek, batch=left_padded),
     "latent_attention_in_a_ring": Scenario(deepseek, batch=packed, method="ring"),
 }
@@ -214,7 +227,8 @@ def run_scenarios(case: Case, folder: Path) -> None:
     for name, scenario in SCENARIOS.items():
         print(name, flush=True)
         module = OneStep(scenario)
-        strategy = build_strategy(Case("", MAPPING, context_parallel_method=scenario.method))
+        plain = Case("", MAPPING, context_parallel_method=scenario.method)
+        strategy = build_strategy(plain, **scenario.options)
         build_trainer(case, strategy, max_steps=1, use_distributed_sampler=False).fit(module)
         weights = strategy.consolidate(dict(module.named_parameters()))
         torch.save({"shown": module.shown, "weights": weights}, folder / f"{name}.{rank_of()}.pt")

@@ -189,9 +189,12 @@ class Core(nn.Module):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
         self.given = {"input_ids": input_ids, "position_ids": position_ids, **kwargs}
+        self.given |= {"shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
         self.given |= {"attention_mask": attention_mask, "labels": labels}
         return transformers.modeling_outputs.CausalLMOutput(
             loss=None if labels is None else torch.ones(()), logits=torch.zeros(*input_ids.shape, 3)

@@ -41,8 +41,9 @@ def test_none_names_no_layers() -> None:
         ({"0": {"tp": 2}}, r"`tp` of '0' is no degree"),
         ({"0": 2}, r"must be followed by degrees"),
         ({"0": {}}, r"must be followed by degrees"),
-        ({"0": {"ep": 3}}, r"moe_layers: '0': Folding does not close"),
-        ({"0": {"ep": "2"}}, r"moe_layers: '0': ep='2' is a str"),
+        ({"0": {"ep": 3}}, r"(?s)moe_layers: '0': Folding does not close.*Change `moe_layers`\.$"),
+        ({"0": {"ep": 0}}, r"ep=0 of '0' counts ranks"),
+        ({"0": {"ep": "2"}}, r"moe_layers: ep='2' of '0' counts ranks.*Change `moe_layers`"),
     ],
 )
 def test_what_cannot_be_is_refused(written: dict[Any, Any], told: str) -> None:

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lightning_fold.model.context.rule import AttentionRule
 from lightning_fold.topology.comm import Comm, exchange_rows, gather_rows
@@ -106,11 +107,16 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, *, queries: range, keys: range, rule: AttentionRule
 ) -> Tensor:
     mask = None if rule.is_plain() else rule.mask(queries, keys)
+    longer = len(keys) > len(queries)
+    if mask is None and longer and _get_current_dispatch_mode() is not None:
+        # The subclass below cannot be made under a dispatch mode, which recomputation is.
+        pairs = torch.ones(len(queries), len(keys), dtype=torch.bool, device=query.device)
+        mask = pairs.tril(len(keys) - len(queries))
     if mask is not None:
         # Fused kernels take a mask or grouped heads, not both.
         groups = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    elif len(keys) > len(queries):
+    elif longer:
         mask = causal_lower_right(len(queries), len(keys))
     return F.scaled_dot_product_attention(
         query,

@@ -100,6 +100,8 @@ class ContextParallel:
             )
         _check_arguments(arguments, layout)
         _check_cache(core, arguments)
+        if arguments.get("labels") is not None:
+            _check_loss(core)
         return (), self._local(core, arguments, layout)
 
     def _local(
@@ -149,6 +151,15 @@ class ContextParallel:
                 "without `loss`; return a ModelOutput or a named tuple (return_dict=True)"
             )
         fields = [f for f in ("logits", "last_hidden_state") if isinstance(_field(out, f), Tensor)]
+        own = (layout.num_sequences, layout.places_s.shape[0])
+        for name in fields:
+            shape = _field(out, name).shape
+            if len(shape) != 3 or shape[:2] != own:
+                raise _refuse(
+                    f"`{name}` of {type(core).__name__} has shape {list(shape)}, not one row for "
+                    f"each of this rank's tokens {list(own)}; a model that pools a sequence, such "
+                    "as a sequence classifier, needs all of it on one rank"
+                )
         if not fields:
             raise _refuse(
                 f"{type(core).__name__} returns a {type(out).__name__} without `logits` or "
@@ -218,6 +229,23 @@ def _check_cache(core: nn.Module, arguments: Mapping[str, Any]) -> None:
         "`position_ids` without `attention_mask` tell the documents of packed rows, and with "
         "config.use_cache=True transformers does not look for them. Pass use_cache=False, or a mask"
     )
+
+
+def _check_loss(core: nn.Module) -> None:
+    """Refuse labels of a model whose loss is not known to be the mean over next tokens."""
+    loss = getattr(core, "loss_function", None)
+    named = inspect.signature(core.forward).parameters
+    if loss is None and {"shift_labels", "num_items_in_batch"} <= set(named):
+        return
+    name = getattr(loss, "__name__", type(loss).__name__)
+    if name != "ForCausalLMLoss":
+        told = f"its loss_function is {name}" if loss is not None else "its forward has neither"
+        raise _refuse(
+            f"{type(core).__name__} is called with `labels`, and its loss over a part of each "
+            f"sequence is exact for transformers' ForCausalLMLoss only, or where the forward "
+            f"itself takes `shift_labels` and `num_items_in_batch` ({told}). Call it without "
+            "`labels` and compute the loss from its logits, which are then whole"
+        )
 
 
 def _is_shared(positions: Tensor, whole: tuple[int, int]) -> bool:
