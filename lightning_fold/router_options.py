@@ -116,6 +116,12 @@ def parse_options(router: str, options: Mapping[str, Any] | None) -> RouterOptio
     given = dict(options or {})
     for key, value in given.items():
         _check_key(router, key, value)
+    if router == "balanced" and given.get("bias_update_rate"):
+        raise ValueError(
+            f"router_options['bias_update_rate']={given['bias_update_rate']} moves a bias of the "
+            "choice, and router='balanced' deals tokens out in turn, without one. Leave it out, or "
+            "set router='folded'.  Change `router_options`."
+        )
     return RouterOptions(
         router=router,
         decision={key: value for key, value in given.items() if KEYS[key].decides},

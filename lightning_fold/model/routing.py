@@ -157,7 +157,7 @@ def _check_balance(routers: Sequence[Router], options: RouterOptions, takes_over
             raise ValueError(
                 f"{router.name} has no expert bias for bias_update_rate: no buffer "
                 f"{' or '.join(BIAS_NAMES)} at it or at its block. Set router='folded', which adds "
-                "one.  Change `router`."
+                "one, or `use_expert_bias=True` in the built-in decoder's config.  Change `router`."
             )
         if bias_E is not None and bias_E.shape != (router.num_experts,):
             raise ValueError(

@@ -73,3 +73,14 @@ def test_refusals(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told) as caught:
         FoldedConfig(router="folded", router_options=options).check()
     assert str(caught.value).endswith("Change `router_options`.")
+
+
+def test_a_forced_even_load_has_no_bias_to_move() -> None:
+    with pytest.raises(ValueError, match="deals tokens out in turn"):
+        parse_options("balanced", {"bias_update_rate": 0.1})
+
+
+@pytest.mark.parametrize("options", [{1: 2}, {"aux_losses": [{1: 2, "a": 3}]}])
+def test_keys_that_are_no_words_are_refused_like_others(options: dict[Any, Any]) -> None:
+    with pytest.raises(ValueError, match="Change `router_options`"):
+        parse_options("model", options)
