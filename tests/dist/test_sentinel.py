@@ -103,6 +103,7 @@ HEALTHY = (
     Watch("decoder", MAPPING),
     Watch("decoder-tied", "tp2cp1dp2pp1-etp2ep2edp1", shard="full"),
     Watch("mixtral", "tp4cp1dp1pp1-etp1ep2edp2", clip=True),
+    Watch("decoder-shared-bias", "tp2cp2dp1pp1-etp1ep4edp1", feature="layers"),
 )
 FAULTY = tuple(Watch("decoder", MAPPING, fault=fault) for fault in TOLD if TOLD[fault])
 
