@@ -17,7 +17,7 @@ import time
 import warnings
 from typing import Any
 
-from strategy_overhead import build, launch
+from strategy_overhead import build, launch, quiet_trainer
 
 
 def main() -> None:
@@ -35,8 +35,6 @@ def main() -> None:
 
 def measure(arguments: argparse.Namespace) -> None:
     """Train; rank 0 prints the share of each interval."""
-    from lightning.pytorch import Trainer
-
     from lightning_fold import FoldedMoEStrategy
 
     world = int(os.environ["WORLD_SIZE"])
@@ -45,19 +43,8 @@ def measure(arguments: argparse.Namespace) -> None:
     )
     clock = interval_clock(strategy, arguments.every)
     module, data = build()
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=world,
-        strategy=strategy,
-        max_steps=arguments.every * arguments.intervals + 1,
-        gradient_clip_val=1.0,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[clock],
-    )
+    steps = arguments.every * arguments.intervals + 1
+    trainer = quiet_trainer(strategy, world, max_steps=steps, callbacks=[clock])
     trainer.fit(module, data)
     if os.environ["RANK"] == "0":
         report(clock, strategy.folding.mapping_id)

@@ -98,28 +98,33 @@ class Run:
 
     def round(self) -> float:
         """Train for some steps and return the median seconds of one."""
-        from lightning.pytorch import Trainer
-
         clock = step_clock()
         if self.trainer is None:
-            self.trainer = Trainer(
-                accelerator="cpu",
-                devices=self.world,
-                strategy=self.strategy,
-                max_steps=0,
-                gradient_clip_val=1.0,
-                limit_val_batches=0,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-            )
+            self.trainer = quiet_trainer(self.strategy, self.world, max_steps=0)
         self.trainer.callbacks = [clock]
         self.trainer.fit_loop.epoch_loop.max_steps += self.steps + 2
         self.trainer.fit(self.module, self.data)
         # The first two steps of a fit pay for its set-up.
         self.medians.append(statistics.median(clock.seconds[2:]))
         return self.medians[-1]
+
+
+def quiet_trainer(strategy: Any, world: int, **options: Any) -> Any:
+    """A Trainer on CPU that does nothing but train."""
+    from lightning.pytorch import Trainer
+
+    return Trainer(
+        accelerator="cpu",
+        devices=world,
+        strategy=strategy,
+        gradient_clip_val=1.0,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
 
 
 def step_clock() -> Any:

@@ -6,7 +6,7 @@ rank needs is a DTensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -133,17 +133,15 @@ def fold_model(
         name: Comm(comm.meshes.of(own), comm.telemetry)
         for name, own in experts_foldings(parts, foldings).items()
     }
-    halved: set[str] = set()
-    for spec in parts.experts:
-        own_comm = comms.get(spec.name, comm)
-        halved |= swap_experts(
-            [spec],
-            comm=own_comm,
-            dispatcher=dispatcher,
-            tokens=tokens,
-            capacity=capacity,
-            shared=shared,
-        )
+    halved = swap_experts(
+        parts.experts,
+        comm=comm,
+        dispatcher=dispatcher,
+        tokens=tokens,
+        layer_comms=comms,
+        capacity=capacity,
+        shared=shared,
+    )
     if decoder is not None:
         TensorParallel(comm).apply(decoder)
     if comm.size("cp") > 1:
@@ -156,33 +154,42 @@ def fold_model(
         routers=parts.routers,
         shared=parts.shared,
     )
-    # A container without a forward is no unit; the core's unit takes its parameters.
-    layers = [m for _, m in parts.layers if not isinstance(m, nn.ModuleDict | nn.ModuleList)]
-    units = [*layers, parts.core, *outside]
-    by_param = {param: families[name] for name, param in module.named_parameters()}
     watched = watch_list(module, families=families, comm=comm, layer_comms=comms)
-    sharded = shard_over_data(
-        units,
-        families=by_param,
-        meshes=comm.meshes,
-        layer_meshes={w.current: w.comm.meshes for w in watched},
-        frees_after_forward=frees_after_forward,
-    )
-    called = {id(parts.core), *(id(child) for child in outside)}
-    roots = [managed for managed in sharded if id(managed) in called]
+    sharded, roots = _shard(parts, outside, watched, comm, frees_after_forward)
     return FoldedModel(
         parts=parts,
         families=families,
         watched=tuple(watched),
         halved=frozenset(halved),
-        sharded=tuple(sharded),
-        roots=tuple(roots),
+        sharded=sharded,
+        roots=roots,
         tokens=tokens,
         num_local=sum(local_tensor(p).numel() for p in module.parameters()),
         num_total=num_total,
         balance=balance,
         added=routing.adds_bias,
     )
+
+
+def _shard(
+    parts: ModelParts,
+    outside: Sequence[nn.Module],
+    watched: Sequence[Watched],
+    comm: Comm,
+    frees_after_forward: bool,
+) -> tuple[tuple[FSDPModule, ...], tuple[FSDPModule, ...]]:
+    """The modules that FSDP2 manages from here on, and those of them that steps call."""
+    # A container without a forward is no unit; the core's unit takes its parameters.
+    layers = [m for _, m in parts.layers if not isinstance(m, nn.ModuleDict | nn.ModuleList)]
+    sharded = shard_over_data(
+        [*layers, parts.core, *outside],
+        families={w.current: w.family for w in watched},
+        meshes=comm.meshes,
+        layer_meshes={w.current: w.comm.meshes for w in watched},
+        frees_after_forward=frees_after_forward,
+    )
+    called = {id(parts.core), *(id(child) for child in outside)}
+    return tuple(sharded), tuple(managed for managed in sharded if id(managed) in called)
 
 
 def _stack_lists(module: nn.Module, parts: ModelParts) -> ModelParts:

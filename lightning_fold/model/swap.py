@@ -58,6 +58,7 @@ def swap_experts(
     comm: Comm,
     dispatcher: str,
     tokens: RunningTokens,
+    layer_comms: Mapping[str, Comm] | None = None,
     capacity: Capacity | None = None,
     shared: Mapping[str, SharedBlock] | None = None,
 ) -> set[str]:
@@ -69,6 +70,7 @@ def swap_experts(
         comm: Collectives.
         dispatcher: See `FoldedConfig.dispatcher`.
         tokens: Which tokens the layers see.
+        layer_comms: Collectives of containers with their own folding, by name.
         capacity: What an expert takes; None is all.
         shared: From `shared_blocks`.
 
@@ -76,9 +78,9 @@ def swap_experts(
         Names of the parameters whose live shape is [E, 2, F, D].
     """
     folded = [spec for spec in specs if spec.refusal is None]
-    plan = _Plan(dispatcher, tokens, capacity, shared or {})
+    plan, own = _Plan(dispatcher, tokens, capacity, shared or {}), layer_comms or {}
     for spec in folded:
-        _fold(spec, comm, plan)
+        _fold(spec, own.get(spec.name, comm), plan)
     return {f"{spec.name}.gate_up_proj" for spec in folded}
 
 

@@ -148,6 +148,22 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return difference / scale if math.isfinite(difference) else math.inf
 
 
+def relative_errors(
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """Relative error of every expected tensor; a missing one is infinitely far."""
+    return {
+        key: relative_error(actual[key], value) if key in actual else math.inf
+        for key, value in expected.items()
+    }
+
+
+def norm_ratio(actual: Tensor | None, expected: Tensor) -> float:
+    """Norm over reference norm; NaN where there is no value, or the reference is zero."""
+    scale = float(expected.double().norm())
+    return float(actual.double().norm()) / scale if actual is not None and scale else math.nan
+
+
 def _checks(
     case: Case,
     ranks: Sequence[dict[str, Any]],
@@ -250,12 +266,8 @@ def _worst(
     name: str, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float
 ) -> Check:
     """The tensor that is furthest from its reference; a missing one is infinitely far."""
-    errors = {
-        key: relative_error(actual[key], value) if key in actual else math.inf
-        for key, value in expected.items()
-    }
+    errors = relative_errors(actual, expected)
     where = max(errors, key=errors.__getitem__)
-    ratio = math.nan
-    if where in actual:
-        ratio = float(actual[where].double().norm() / expected[where].double().norm())
-    return Check(name, errors[where], tolerance, where, ratio)
+    return Check(
+        name, errors[where], tolerance, where, norm_ratio(actual.get(where), expected[where])
+    )

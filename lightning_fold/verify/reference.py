@@ -6,7 +6,7 @@ then one SGD step. It is run by its path and fails if it has imported the packag
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -68,22 +68,11 @@ def _check_every_expert_is_hit(tap: Any, request: dict[str, Any]) -> None:
         assert experts == 8, f"{request}: MoE layer {layer} uses {experts} of 8 experts"
 
 
-def _plain_package(folder: Path) -> None:
+def _plain_package(name: str, folder: Path) -> None:
     """Make the plain files of `folder` a package that does not lie in the one under test."""
-    package = ModuleType("plain")
+    package = ModuleType(name)
     package.__path__ = [str(folder)]
-    sys.modules["plain"] = package
-
-
-def _load(name: str, path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # dataclasses look their module up by name.
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+    sys.modules[name] = package
 
 
 def main(requests: str, folder: str) -> None:
@@ -99,8 +88,9 @@ if __name__ == "__main__":
     _HERE = Path(__file__).resolve().parent
     # The script's folder leads sys.path and would hide the standard library from torch.
     sys.path.pop(0)
-    _plain_package(_HERE)
+    _plain_package("plain", _HERE)
+    _plain_package("plain_model", _HERE.parent / "model")
     cases = importlib.import_module("plain.cases")
     features = importlib.import_module("plain.features")
-    decoder = _load("plain_decoder", _HERE.parent / "model" / "decoder.py")
+    decoder = importlib.import_module("plain_model.decoder")
     main(*sys.argv[1:3])

@@ -6,7 +6,6 @@ in a shard then names the ranks that were summed, bit by bit, whatever the model
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rank_records import Records, read_records, write_record
 from torch import Tensor, nn
 
 from lightning_fold.params import Family, gradient_norm, local_tensor, reduce_axes
 from lightning_fold.topology.folding import Folding
 from lightning_fold.verify.harness import CaseModule, be_quiet, build_strategy, build_trainer
-from lightning_fold.verify.launch import run_world
 from lightning_fold.verify.plan import Case
 
 CASES = (
@@ -115,9 +114,7 @@ def run(case: Case, folder: Path) -> None:
         "numel": int(count),
         "routers": [router.tolist() for router in whole_routers(module)],
     }
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(record))
-    dist.barrier()
-    dist.destroy_process_group()
+    write_record(folder, record)
 
 
 def whole_routers(module: nn.Module) -> Iterator[Tensor]:
@@ -128,28 +125,20 @@ def whole_routers(module: nn.Module) -> Iterator[Tensor]:
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("sums")
-    result = run_world(4, CASES, folder, run=run)
-    assert result.failure is None, result.failure
-    return {
-        case: [json.loads((folder / case.key / f"{r}.json").read_text()) for r in range(4)]
-        for case in CASES
-    }
+def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
+    return read_records(4, CASES, tmp_path_factory.mktemp("sums"), run)
 
 
 @pytest.mark.dist(4)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.key)
-def test_powers_of_two_arrive_as_the_table_says(
-    case: Case, records: dict[Case, list[dict[str, Any]]]
-) -> None:
+def test_powers_of_two_arrive_as_the_table_says(case: Case, records: Records) -> None:
     assert [record["wrong"] for record in records[case]] == [[]] * 4
 
 
 @pytest.mark.dist(4)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.key)
 def test_norm_of_all_ones_is_the_root_of_the_number_of_parameters(
-    case: Case, records: dict[Case, list[dict[str, Any]]]
+    case: Case, records: Records
 ) -> None:
     for record in records[case]:
         assert record["norm"] == pytest.approx(record["numel"] ** 0.5, rel=1e-14)
@@ -157,9 +146,7 @@ def test_norm_of_all_ones_is_the_root_of_the_number_of_parameters(
 
 @pytest.mark.dist(4)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.key)
-def test_router_is_bitwise_equal_on_all_ranks_after_steps(
-    case: Case, records: dict[Case, list[dict[str, Any]]]
-) -> None:
+def test_router_is_bitwise_equal_on_all_ranks_after_steps(case: Case, records: Records) -> None:
     first, *others = [record["routers"] for record in records[case]]
     assert len(first) == 2
     assert all(other == first for other in others)

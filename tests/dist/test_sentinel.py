@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rank_records import Records, read_records, write_record
 from torch import Tensor, nn
 
 from lightning_fold.params.sentinel import Sentinel
 from lightning_fold.verify.harness import CaseModule, be_quiet, build_strategy, build_trainer
-from lightning_fold.verify.launch import run_world
 from lightning_fold.verify.mutations import injected
 from lightning_fold.verify.plan import Case
 
@@ -132,28 +131,17 @@ def train(case: Case, folder: Path) -> None:
     sentinel = strategy.sentinel
     assert isinstance(sentinel, Sentinel)
     record = {"told": told, "checked": sentinel.checked, "seconds": sentinel.seconds}
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(record))
-    dist.barrier()
-    dist.destroy_process_group()
+    write_record(folder, record)
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> dict[Watch, list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("sentinel")
-    cases = [*HEALTHY, *FAULTY]
-    run = run_world(4, cases, folder, run=train)
-    assert run.failure is None, run.failure
-    return {
-        case: [json.loads((folder / case.key / f"{r}.json").read_text()) for r in range(4)]
-        for case in cases
-    }
+def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
+    return read_records(4, [*HEALTHY, *FAULTY], tmp_path_factory.mktemp("sentinel"), train)
 
 
 @pytest.mark.dist(4)
 @pytest.mark.parametrize("watch", FAULTY, ids=lambda watch: watch.fault)
-def test_violation_is_told_by_its_name_on_every_rank(
-    watch: Watch, records: dict[Watch, list[dict[str, Any]]]
-) -> None:
+def test_violation_is_told_by_its_name_on_every_rank(watch: Watch, records: Records) -> None:
     for record in records[watch]:
         assert TOLD[watch.fault] in record["told"]
 
@@ -161,7 +149,7 @@ def test_violation_is_told_by_its_name_on_every_rank(
 @pytest.mark.dist(4)
 @pytest.mark.parametrize("watch", HEALTHY, ids=lambda watch: watch.key)
 def test_healthy_run_is_checked_at_the_first_step_and_every_second(
-    watch: Watch, records: dict[Watch, list[dict[str, Any]]]
+    watch: Watch, records: Records
 ) -> None:
     for record in records[watch]:
         assert record["told"] == ""

@@ -18,7 +18,13 @@ import torch
 from torch import Tensor
 
 from lightning_fold.topology.folding import Folding
-from lightning_fold.verify.compare import FAMILIES, Check, relative_error
+from lightning_fold.verify.compare import (
+    FAMILIES,
+    Check,
+    norm_ratio,
+    relative_error,
+    relative_errors,
+)
 from lightning_fold.verify.product.diagnosis import Deviation
 from lightning_fold.verify.product.plain import STEPS
 from lightning_fold.verify.product.record import Seen
@@ -92,14 +98,9 @@ def worst(
     name: str, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float
 ) -> StepCheck:
     """The tensor that is furthest from its reference; a missing one is infinitely far."""
-    errors = {
-        key: relative_error(actual[key], value) if key in actual else math.inf
-        for key, value in expected.items()
-    }
+    errors = relative_errors(actual, expected)
     where = max(errors, key=errors.__getitem__)
-    ratio = math.nan
-    if where in actual:
-        ratio = _ratio(actual[where], expected[where])
+    ratio = norm_ratio(actual.get(where), expected[where])
     step = min((_step_of(key) for key, error in errors.items() if error > tolerance), default=0)
     return StepCheck(name, errors[where], tolerance, where, ratio, step)
 
@@ -200,11 +201,6 @@ def _by_step(norms: Sequence[float]) -> dict[str, Tensor]:
     }
 
 
-def _ratio(actual: Tensor, expected: Tensor) -> float:
-    scale = float(expected.double().norm())
-    return float(actual.double().norm()) / scale if scale else math.nan
-
-
 # What the diagnosis needs.
 
 
@@ -219,7 +215,7 @@ def _deviations(
         error = max(relative_error(view, expected) for view in views)
         if error <= tolerance:
             continue
-        ratio = _ratio(views[0], expected)
+        ratio = norm_ratio(views[0], expected)
         scaled = relative_error(views[0], expected * ratio) if ratio > 0 else math.inf
         yield Deviation(
             name=name,
