@@ -1,4 +1,4 @@
-# make demo | test | test-full | mutate | lint | bench | clean
+# make demo | demo-pp | test | test-full | mutate | lint | bench | clean
 #
 # Every target first builds .venv with the versions of constraints.txt, where it is missing or
 # older than pyproject.toml or constraints.txt. PYTHON chooses the interpreter it is built from.
@@ -8,11 +8,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEMO := recipes/demo.tp2cp1dp2pp1-etp1ep4edp1.yaml
+DEMO_PP := recipes/demo-pp.tp2cp1dp1pp2-etp1ep2edp1.yaml
 SOURCES := lightning_fold kernels tests benchmarks recipes
 TEXTS := docs README.md ARCHITECTURE.md CHANGELOG.md pyproject.toml constraints.txt Makefile .ci/run
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-full mutate lint bench clean
+.PHONY: demo demo-pp test test-full mutate lint bench clean
 # The tests start several ranks on few cores; threads of theirs would only wait for each other.
 test test-full mutate: export OMP_NUM_THREADS = 1
 
@@ -27,6 +28,11 @@ demo: $(INSTALLED)
 	rm -rf runs/demo
 	$(BIN)/lightning-fold fit --config $(DEMO)
 	$(BIN)/python -m lightning_fold.callbacks runs/demo
+
+demo-pp: $(INSTALLED)
+	rm -rf runs/demo-pp
+	$(BIN)/lightning-fold fit --config $(DEMO_PP)
+	$(BIN)/python -m lightning_fold.callbacks runs/demo-pp
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

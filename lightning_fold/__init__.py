@@ -8,6 +8,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_fold.dispatchers import register_dispatcher
 from lightning_fold.model.adapters import register_experts
 from lightning_fold.model.replay import RouterReplay
+from lightning_fold.pipeline.schedules import register_schedule
 from lightning_fold.strategy import FoldedMoEStrategy
 from lightning_fold.topology.folding import Folding
 
@@ -19,6 +20,7 @@ __all__ = [
     "__version__",
     "register_dispatcher",
     "register_experts",
+    "register_schedule",
 ]
 
 FoldedMoEStrategy.register_strategies(StrategyRegistry)

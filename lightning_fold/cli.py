@@ -33,8 +33,15 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_fold import __version__
 from lightning_fold.cli_checkpoint import run_convert, run_inspect
-from lightning_fold.cli_config import CommandParser, check_arguments, explain_parse_error
+from lightning_fold.cli_config import (
+    CommandParser,
+    check_arguments,
+    explain_parse_error,
+    in_options,
+    writable,
+)
 from lightning_fold.cli_errors import PROGRAM, UsageError, end_with, relayed
+from lightning_fold.cli_schedule import run_schedule
 from lightning_fold.cli_verify import run_verify
 from lightning_fold.model.fold import check_model
 from lightning_fold.model.on_meta import parameters_on_meta
@@ -58,6 +65,8 @@ _HELP = f"""usage: {PROGRAM} COMMAND [options]
                                  {PROGRAM} show --world 16 --tp 2 --ep 8
   verify                         whether every mapping trains as one process does:
                                  {PROGRAM} verify --ranks 4 --config FILE
+  schedule                       idle time and memory of a pipeline schedule:
+                                 {PROGRAM} schedule --pp 4 --microbatches 8 --schedule all
   inspect                        what a checkpoint holds, without loading it
   convert                        a sharded folder into one file, and back:
                                  {PROGRAM} convert last.ckpt whole.ckpt
@@ -248,6 +257,7 @@ def _command(words: list[str]) -> Callable[[list[str]], None]:
     own: dict[str, Callable[[list[str]], None]] = {
         "show": _show,
         "verify": run_verify,
+        "schedule": run_schedule,
         "inspect": run_inspect,
         "convert": run_convert,
     }
@@ -276,11 +286,12 @@ def _show(words: list[str]) -> None:
         print(json.dumps(rank_map_json(folding)))
     else:
         print(rank_map_text(folding, gpus_per_node=options.gpus_per_node))
-    if options.json not in (None, "-"):
-        _writable(options.json, "--json").write_text(json.dumps(rank_map_json(folding)) + "\n")
-    if options.png is not None:
-        path = _writable(options.png, "--png")
-        draw_rank_map(folding, path, gpus_per_node=options.gpus_per_node)
+    json_file = None if options.json == "-" else writable("show", options.json, "--json")
+    if json_file is not None:
+        json_file.write_text(json.dumps(rank_map_json(folding)) + "\n")
+    png = writable("show", options.png, "--png")
+    if png is not None:
+        draw_rank_map(folding, png, gpus_per_node=options.gpus_per_node)
 
 
 def _show_parser() -> CommandParser:
@@ -309,24 +320,9 @@ def _shown_folding(options: argparse.Namespace) -> Folding:
         check_degree("gpus_per_node", options.gpus_per_node, field="gpus_per_node")
         return resolve_folding(options.world, **degrees)
     except ValueError as error:
-        raise ValueError(_in_options(str(error))) from None
-
-
-def _in_options(message: str) -> str:
-    """Name the options of `show` where a message names the strategy's arguments."""
-    names = {name: axis for axis, name in DEGREE_FIELDS.items()}
-    names |= {"devices * num_nodes": "world", "gpus_per_node": "gpus-per-node"}
-    for name, option in names.items():
-        message = message.replace(f"`{name}`", f"`--{option}`")
-    return message
-
-
-def _writable(name: str, option: str) -> Path:
-    path = Path(name)
-    if path.is_dir() or not path.parent.is_dir():
-        reason = "is a directory" if path.is_dir() else f"lies in no directory ({path.parent})"
-        raise UsageError(f"show: {option} {name!r} {reason}. Change `{option}`.")
-    return path
+        names = {name: axis for axis, name in DEGREE_FIELDS.items()}
+        names |= {"devices * num_nodes": "world", "gpus_per_node": "gpus-per-node"}
+        raise ValueError(in_options(str(error), names)) from None
 
 
 if __name__ == "__main__":

@@ -53,6 +53,28 @@ class CommandParser(argparse.ArgumentParser):
         raise UsageError(f"{self._command}: {message}.{change}")
 
 
+def writable(command: str, name: str | None, option: str) -> Path | None:
+    """Return the path of a file that a command is to write, None where it is not asked for.
+
+    Raises:
+        UsageError: It is a directory, or lies in none.
+    """
+    if name is None:
+        return None
+    path = Path(name)
+    if path.is_dir() or not path.parent.is_dir():
+        reason = "is a directory" if path.is_dir() else f"lies in no directory ({path.parent})"
+        raise UsageError(f"{command}: {option} {name!r} {reason}. Change `{option}`.")
+    return path
+
+
+def in_options(message: str, names: Mapping[str, str]) -> str:
+    """Name a command's options where a message names the strategy's arguments, the keys."""
+    for name, option in names.items():
+        message = message.replace(f"`{name}`", f"`--{option}`")
+    return message
+
+
 def check_arguments(arguments: Iterable[str], known: Namespace) -> None:
     """Refuse unreadable config files, then keys that no class takes.
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 from rich.console import Console
 
-from lightning_fold.cli_config import CommandParser
+from lightning_fold.cli_config import CommandParser, writable
 from lightning_fold.cli_errors import UsageError
 from lightning_fold.verify.mutations import MUTATIONS
 from lightning_fold.verify.product import VerifyResult, verify
@@ -29,7 +28,10 @@ def run_verify(words: list[str]) -> None:
         RuntimeError: A mapping differs, crashes, or none ran.
     """
     options = _parser().parse_args(words[1:])
-    files = {option: _writable(getattr(options, option), option) for option in ("json", "png")}
+    files = {
+        option: writable("verify", getattr(options, option), f"--{option}")
+        for option in ("json", "png")
+    }
     try:
         result = verify(
             options.model,
@@ -106,13 +108,3 @@ def _parser() -> CommandParser:
     parser.add_argument("--json", metavar="FILE", help="every figure")
     parser.add_argument("--png", metavar="FILE", help="mappings by checks as a picture")
     return parser
-
-
-def _writable(name: str | None, option: str) -> Path | None:
-    if name is None:
-        return None
-    path = Path(name)
-    if path.is_dir() or not path.parent.is_dir():
-        reason = "is a directory" if path.is_dir() else f"lies in no directory ({path.parent})"
-        raise UsageError(f"verify: --{option} {name!r} {reason}. Change `--{option}`.")
-    return path

@@ -6,7 +6,7 @@ Each check runs at set-up and gives one error with the reason. Nothing here comp
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
@@ -135,7 +135,11 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 
 def rebind_stale_parameters(
-    optimizer: Optimizer, *, current: Mapping[str, nn.Parameter], names_before: Mapping[int, str]
+    optimizer: Optimizer,
+    *,
+    current: Mapping[str, nn.Parameter],
+    names_before: Mapping[int, str],
+    elsewhere: Collection[str] = (),
 ) -> None:
     """Point an optimizer that was built before set-up at the parameters of the folded model.
 
@@ -147,20 +151,24 @@ def rebind_stale_parameters(
         current: Parameters by name.
         names_before: Names by the id of the parameters that were there before set-up; they must
             still be alive.
+        elsewhere: Names of parameters of all pipeline stages; those of others are left out.
 
     Raises:
         ValueError: A parameter belongs to no module of the LightningModule.
     """
     known = {id(param) for param in current.values()}
     for group in optimizer.param_groups:
-        for i, param in enumerate(group["params"]):
-            if id(param) in known:
-                continue
+        kept = []
+        for param in group["params"]:
             name = names_before.get(id(param))
-            if name is None or name not in current:
+            if id(param) in known:
+                kept.append(param)
+            elif name is not None and name in current:
+                kept.append(current[name])
+            elif name not in elsewhere:
                 raise ValueError(
                     f"{type(optimizer).__name__} holds a parameter of shape {tuple(param.shape)} "
                     "that is not in the LightningModule (any more). Build the optimizer in "
                     "configure_optimizers from self.parameters() or self.named_parameters()."
                 )
-            group["params"][i] = current[name]
+        group["params"] = kept

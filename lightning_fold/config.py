@@ -26,14 +26,17 @@ _LONGEST_TIMEOUT_S = 30 * 24 * 3600.0
 # Field -> what to use instead of the feature that is not built. A field leaves this table when
 # its feature is built; `check` and its test read nothing else.
 _NOT_BUILT: dict[str, str] = {
-    "pipeline_parallel_size": "Use `expert_parallel_size` and `tensor_parallel_size`",
-    "pipeline_schedule": "Leave it out: pipeline_parallel_size is 1",
-    "virtual_pipeline_size": "Leave it out: pipeline_parallel_size is 1",
-    "num_microbatches": "Use the Trainer's `accumulate_grad_batches`",
-    "microbatch_size": "Use a smaller batch and the Trainer's `accumulate_grad_batches`",
-    "pipeline_layout": "Leave it out: pipeline_parallel_size is 1",
     "expert_precision": "Use the Trainer's `precision='bf16-mixed'` or 'bf16-true'",
 }
+
+# What says something about pipelines alone.
+_PIPELINE_ONLY = (
+    "pipeline_schedule",
+    "virtual_pipeline_size",
+    "num_microbatches",
+    "microbatch_size",
+    "pipeline_layout",
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,8 @@ class FoldedConfig:
 
     pipeline_parallel_size: int = 1
     """Stages the layers are cut into (pp), in both views. Costs idle time at both ends of a
-    step, which more microbatches shorten."""
+    step, which more microbatches shorten, and one call of the module's step more on the last
+    stage, up to its call of the model (docs/pipelines.md)."""
 
     expert_parallel_size: int = 1
     """Ranks that share out the experts of a layer (ep); must divide their number. Costs two
@@ -96,23 +100,27 @@ class FoldedConfig:
     (S / 2cp)^2 a head; it serves no attention dropout."""
 
     pipeline_schedule: str = "1f1b"
-    """Order of the microbatches on the stages. Shorter idle time costs activation memory or
-    more messages."""
+    """Order of the microbatches on the stages: `gpipe`, `1f1b`, `interleaved_1f1b`,
+    `interleaved_zero_bubble`, `zbv`, `dualpipev`, or one of `register_schedule`. Shorter idle time
+    costs activation memory or more messages; `lightning-fold schedule` shows how much."""
 
     virtual_pipeline_size: int = 1
-    """Chunks of layers per stage. More chunks shorten the idle time and cost more messages and
-    more activations in flight."""
+    """Stages per rank: 1 for gpipe and 1f1b, at least 2 for the interleaved schedules, 2 for zbv
+    and dualpipev. More of them shorten the idle time and cost more messages and more activations
+    in flight."""
 
     num_microbatches: int | None = None
-    """Pieces that a Lightning batch is cut into. More of them fill the pipeline and cost
-    smaller matrix products. Excludes `microbatch_size`."""
+    """Pieces that a Lightning batch is cut into by rows; None is 4 * pp, or the rows of the batch
+    if they are fewer. More of them fill the pipeline and cost smaller matrix products. Excludes
+    `microbatch_size`."""
 
     microbatch_size: int | None = None
     """Rows per microbatch, the other way to say `num_microbatches`."""
 
     pipeline_layout: str | None = None
-    """Which layers each stage holds, as text; None spreads them evenly. A layout by hand costs
-    a look at the slowest stage whenever the model changes."""
+    """What each stage holds, as text (`Et*3|tt|tL`; docs/pipelines.md); None makes the dearest
+    stage as cheap as it can be. A layout by hand costs a look at the slowest stage whenever the
+    model changes."""
 
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What backward computes again instead of keeping. `none` keeps, of the experts, the rows that
@@ -213,6 +221,7 @@ class FoldedConfig:
         self._check_capacity()
         self._check_timeout()
         self._check_sentinel()
+        self._check_pipeline()
         check_written(self.moe_layers)
         _ = self.routing
 
@@ -226,6 +235,37 @@ class FoldedConfig:
             raise ValueError(
                 f"sentinel_every={self.sentinel_every} is no number of steps. Legal "
                 "sentinel_every: 0 (never), or at least 1.  Change `sentinel_every`."
+            )
+
+    def _check_pipeline(self) -> None:
+        if self.pipeline_parallel_size == 1:
+            for name in _PIPELINE_ONLY:
+                value, default = getattr(self, name), getattr(type(self), name)
+                if value != default:
+                    raise ValueError(
+                        f"{name}={value!r} says how a pipeline works, and pipeline_parallel_size=1 "
+                        f"makes none. Legal {name} then: {default!r}.  Change `{name}` or "
+                        "`pipeline_parallel_size`."
+                    )
+        for name in ("virtual_pipeline_size", "num_microbatches", "microbatch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(
+                    f"{name}={value} is no number of things. Legal {name}: 1, 2, 3, ...  "
+                    f"Change `{name}`."
+                )
+        if self.num_microbatches is not None and self.microbatch_size is not None:
+            raise ValueError(
+                f"num_microbatches={self.num_microbatches} and microbatch_size="
+                f"{self.microbatch_size} both say how a batch is cut. Give one of them.  Change "
+                "`microbatch_size`."
+            )
+        if self.pipeline_parallel_size > 1 and self.data_parallel_shard == "full":
+            raise ValueError(
+                "data_parallel_shard='full' frees each layer's parameters after its forward, and "
+                f"pipeline_parallel_size={self.pipeline_parallel_size} keeps them for all "
+                "microbatches of a step. Legal data_parallel_shard with pipelines: 'optimizer'.  "
+                "Change `data_parallel_shard`."
             )
 
     def _check_timeout(self) -> None:

@@ -7,7 +7,8 @@ its shard must make all ranks skip the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -49,7 +50,11 @@ class FoldedGradScaler(torch.amp.GradScaler):
 
 
 def install(
-    plugin: Precision, *, on_norm: Callable[[Tensor], None], device: Callable[[], torch.device]
+    plugin: Precision,
+    *,
+    on_norm: Callable[[Tensor], None],
+    device: Callable[[], torch.device],
+    twins: Callable[[], Collection[int]] = tuple,
 ) -> None:
     """Route `plugin`'s clipping through `params.clip` and its scaler through `FoldedGradScaler`.
 
@@ -58,6 +63,7 @@ def install(
         on_norm: Receives every gradient norm before clipping.
         device: Tells where the norm is accumulated; the device is unknown when the Trainer is
             built.
+        twins: Tells the ids of parameters that another pipeline stage counts in a norm.
     """
     if type(plugin) not in _PLUGINS or plugin.precision not in SUPPORTED:
         raise ValueError(
@@ -66,7 +72,8 @@ def install(
         )
 
     def by_norm(optimizer: Optimizer, clip_val: float) -> None:
-        on_norm(clip_by_norm(_params(plugin, optimizer), float(clip_val), device=device()))
+        params = _params(plugin, optimizer)
+        on_norm(clip_by_norm(params, float(clip_val), device=device(), twins=twins()))
 
     def by_value(optimizer: Optimizer, clip_val: float) -> None:
         clip_by_value(_params(plugin, optimizer), float(clip_val))
@@ -75,6 +82,19 @@ def install(
     bound.clip_grad_by_norm, bound.clip_grad_by_value = by_norm, by_value
     if isinstance(plugin, MixedPrecision) and type(plugin.scaler) is torch.amp.GradScaler:
         plugin.scaler = _folded_scaler(plugin.scaler)
+
+
+def step_context(plugin: Precision, step: str) -> AbstractContextManager[Any]:
+    """Lightning's context of the forward of a step, by the step's name."""
+    names = {"training_step": "train_step", "validation_step": "val_step"}
+    context: AbstractContextManager[Any] = getattr(plugin, f"{names.get(step, step)}_context")()
+    return context
+
+
+def scaled(plugin: Precision, loss: Tensor) -> Tensor:
+    """A loss as its backward begins with it: times the scale of a loss scaler, if there is one."""
+    scaler = getattr(plugin, "scaler", None)
+    return loss if scaler is None else scaler.scale(loss)
 
 
 def _params(plugin: Precision, optimizer: Optimizer) -> list[nn.Parameter]:

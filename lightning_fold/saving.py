@@ -18,7 +18,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore
 from torch.optim import Optimizer
 
 from lightning_fold import compat
-from lightning_fold.checkpoint import OWN, Canonical, CheckpointStore, Peers, named_state
+from lightning_fold.checkpoint import (
+    OWN,
+    Canonical,
+    CheckpointStore,
+    Peers,
+    Stages,
+    WholeModel,
+    named_state,
+)
 from lightning_fold.config import FoldedConfig
 from lightning_fold.model.fold import FoldedModel
 from lightning_fold.params import reshard
@@ -35,18 +43,27 @@ class SavingStrategy(MeshStrategy):
         self._folded: FoldedModel | None = None
         self._store: CheckpointStore | None = None
 
-    def _open_store(self, module: LightningModule, folded: FoldedModel) -> CheckpointStore:
+    def _open_store(
+        self, module: LightningModule, folded: FoldedModel, whole: WholeModel | None = None
+    ) -> CheckpointStore:
+        stages = self._stages_of(whole)
         background = None
         if self.config.async_save:
             # A group of their own: a thread's collectives never mix with training's.
             apart = dist.new_group(backend="gloo") if self.world_size > 1 else None
             background = Peers(apart)
         return CheckpointStore(
-            Canonical(module, halved=folded.halved, is_writer=self.is_global_zero),
+            Canonical(module, halved=folded.halved, is_writer=self.is_global_zero, stages=stages),
             mapping=self.meshes.folding.mapping_id,
             peers=Peers(dist.group.WORLD),
             background_peers=background,
         )
+
+    def _stages_of(self, whole: WholeModel | None) -> Stages | None:
+        """This rank's place among the stages that `whole` was cut into."""
+        if whole is None:
+            return None
+        return Stages(whole, self.meshes.group("pp"), self.root_device)
 
     def consolidate(self, named: Mapping[str, Any]) -> dict[str, Any]:
         """Whole tensors in the user's shapes on rank 0, `{}` elsewhere. Collective."""

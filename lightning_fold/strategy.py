@@ -1,9 +1,8 @@
 """FoldedMoEStrategy: the order of set-up, and delegation.
 
-Owns the order in which a model is inspected, folded, sharded and given its optimizers, and the
-answers to Lightning's questions about ranks. Decides no mapping (`topology`), touches no gradient
-but for the one division (`params`), and leaves `strategy.model is lightning_module`, so that keys
-and hooks stay the user's.
+Owns the order in which a model is inspected, folded, sharded and given its optimizers. Decides no
+mapping (`topology`), and leaves `strategy.model is lightning_module`, so that keys and hooks stay
+the user's. Steps are `stepping`'s, checkpoints `saving`'s, questions about ranks `ranks`'s.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
@@ -26,22 +24,23 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined]
     rank_zero_info,
 )
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 import __main__
 from lightning_fold import compat, precision
 from lightning_fold.checkpoint.initial import open_initial
+from lightning_fold.checkpoint.whole import WholeModel
 from lightning_fold.config import FoldedConfig, checked_names
-from lightning_fold.model.fold import FoldedModel, fold_model
+from lightning_fold.model.fold import fold_model
 from lightning_fold.model.on_meta import parameters_on_meta
 from lightning_fold.model.sentinel import install_sentinel
 from lightning_fold.model.weights import WeightSource, fold_with_weights, starts_on_meta
 from lightning_fold.moe.capacity import capacity_of
 from lightning_fold.moe.tokens import RunningTokens
 from lightning_fold.params import Family
-from lightning_fold.params.sentinel import Sentinel
-from lightning_fold.saving import SavingStrategy
+from lightning_fold.pipeline.schedules import check_schedule
+from lightning_fold.stepping import SteppingStrategy
+from lightning_fold.steps.pipelined import PipelinedSteps
 from lightning_fold.topology.comm import Comm
 from lightning_fold.topology.doctor import resolve_folding
 from lightning_fold.topology.folding import Folding
@@ -53,7 +52,7 @@ from lightning_fold.topology.replicas import seed_token_owners, sync_buffers, sy
 _START_S = 600.0
 
 
-class FoldedMoEStrategy(SavingStrategy):
+class FoldedMoEStrategy(SteppingStrategy):
     """Train a Mixture-of-Experts model with separate mappings for attention and MoE layers.
 
     Every argument is a field of `lightning_fold.config.FoldedConfig`, which says what it does and
@@ -98,12 +97,7 @@ class FoldedMoEStrategy(SavingStrategy):
         super().__init__()
         self.config = FoldedConfig(**arguments)
         self.config.check()
-        self.grad_norm: Tensor | None = None
         self._names_before: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
-        self._core_called = False
-        self._extra_steps = 0
-        self._syncs = True
-        self.sentinel: Sentinel | None = None
 
     # What others may read.
 
@@ -146,9 +140,17 @@ class FoldedMoEStrategy(SavingStrategy):
         _ = self.layer_foldings
         if self.config.init_from is not None:
             open_initial(self.config.init_from)
+        self._check_pipeline()
         if not environment.creates_processes_externally:
             compat.check_relaunch(self.num_processes, getattr(__main__, "__file__", None))
         self._launcher = self._guard.launch_with(self)
+
+    def _check_pipeline(self) -> None:
+        c = self.config
+        if self.folding.pp > 1:
+            check_schedule(
+                c.pipeline_schedule, self.folding.pp, c.virtual_pipeline_size, c.num_microbatches
+            )
 
     def setup_environment(self) -> None:
         """Start the process group and build the meshes, once per strategy."""
@@ -189,6 +191,8 @@ class FoldedMoEStrategy(SavingStrategy):
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
         self._guard.set_up(trainer, self)
+        if self.pipeline is not None:
+            self.pipeline.set_up(trainer)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             # FSDP2 would gather inference tensors, which a later training step cannot use.
             loop.inference_mode = False
@@ -202,6 +206,8 @@ class FoldedMoEStrategy(SavingStrategy):
         on_meta = starts_on_meta(module, meta_init=config.meta_init, path=config.init_from)
         if not on_meta:
             self._to_device(module, sync_module_states)
+        if self.folding.pp > 1:
+            self.pipeline = PipelinedSteps(module, config, self.comm, self.root_device)
         fold = partial(
             fold_model,
             module,
@@ -213,12 +219,25 @@ class FoldedMoEStrategy(SavingStrategy):
             context_method=self.config.context_parallel_method,
             activation_checkpointing=self.config.activation_checkpointing,
             frees_after_forward=self.config.data_parallel_shard == "full",
+            cut=None if self.pipeline is None else self.pipeline.leave_own,
         )
-        self._folded = fold_with_weights(module, fold, source=self._weight_source(on_meta))
+        self._folded = fold_with_weights(
+            module,
+            fold,
+            source=self._weight_source(on_meta),
+            stages=lambda: self._stages_of(self._whole),
+        )
         if on_meta:
-            self._to_device(module, sync_buffers)
-        self._store = self._open_store(module, self._folded)
+            # A pipeline's stages have buffers of their own.
+            self._to_device(module, partial(sync_buffers, group=self.meshes.group("stage")))
+        self._store = self._open_store(module, self._folded, self._whole)
         core = self._folded.parts.core
+        if self.pipeline is not None:
+            self.pipeline.start(
+                self._folded,
+                forward_context=lambda step: precision.step_context(self.precision_plugin, step),
+                scale=lambda loss: precision.scaled(self.precision_plugin, loss),
+            )
         core.register_forward_pre_hook(self._note_core_call)
         core.register_forward_hook(self._reshard_without_grad, always_call=True)
         if self.meshes.size("dp") < self.world_size:
@@ -226,7 +245,12 @@ class FoldedMoEStrategy(SavingStrategy):
         if config.sentinel_every > 0:
             every = config.sentinel_every
             self.sentinel = install_sentinel(self._folded, comm=self.comm, every=every)
-        rank_zero_info(self._folded.describe(self.folding))
+        stages = "" if self.pipeline is None else f"\n{self.pipeline.describe()}"
+        rank_zero_info(self._folded.describe(self.folding) + stages)
+
+    @property
+    def _whole(self) -> WholeModel | None:
+        return None if self.pipeline is None else self.pipeline.cut.whole
 
     def _to_device(self, module: LightningModule, sync: Callable[[nn.Module], None]) -> None:
         self.model_to_device()
@@ -260,8 +284,11 @@ class FoldedMoEStrategy(SavingStrategy):
         super().setup_optimizers(trainer)
         current = dict(self._module.named_parameters())
         before = {key: name for key, (ref, name) in self._names_before.items() if ref() is not None}
+        elsewhere = () if self.pipeline is None else self.pipeline.cut.whole.parameters
         for optimizer in self.optimizers:
-            compat.rebind_stale_parameters(optimizer, current=current, names_before=before)
+            compat.rebind_stale_parameters(
+                optimizer, current=current, names_before=before, elsewhere=elsewhere
+            )
             compat.check_optimizer(optimizer)
         if (balance := self._model_or_raise().balance) is not None:
             balance.watch(self.optimizers)
@@ -278,101 +305,13 @@ class FoldedMoEStrategy(SavingStrategy):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         if plugin is not None:
-            precision.install(plugin, on_norm=self._record_norm, device=lambda: self.root_device)
+            precision.install(
+                plugin,
+                on_norm=self._record_norm,
+                device=lambda: self.root_device,
+                twins=lambda: self.pipeline.counted_elsewhere() if self.pipeline else (),
+            )
         self._precision_plugin = plugin
-
-    def _record_norm(self, norm: Tensor) -> None:
-        self.grad_norm = norm
-
-    # Steps.
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's step; refuse one that bypasses the core, whose weights would be shards."""
-        self._core_called = False
-        folded = self._model_or_raise()
-        if self.sentinel is not None:
-            self.sentinel.begin(self._module.trainer.global_step)
-        try:
-            out = super().training_step(*args, **kwargs)
-        except RuntimeError as error:
-            if self._core_called or "DTensor" not in str(error):
-                raise
-            raise compat.bypassed(folded.parts.core_name) from error
-        if folded.sharded and not self._core_called:
-            raise compat.bypassed(folded.parts.core_name)
-        return out
-
-    def on_train_start(self) -> None:
-        """Take Ctrl-C as a request to save and leave, from here to the end of training."""
-        super().on_train_start()
-        self._guard.start()
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's step; a rank with fewer batches repeats its last for its experts' sake."""
-        out = super().predict_step(*args, **kwargs)
-        progress: Any = self._module.trainer.predict_loop.batch_progress
-        if progress.is_last_batch:
-            for _ in range(self._extra_steps):
-                super().predict_step(*args, **kwargs)
-        return out
-
-    def on_predict_start(self) -> None:
-        """Count by how many batches the busiest dp rank exceeds this one. Collective."""
-        own: Any = sum(self._module.trainer.predict_loop.max_batches)
-        counts: list[Any] = [None] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(counts, own)
-        known = [count for count in counts if isinstance(count, int)]
-        self._extra_steps = max(known) - own if len(known) == len(counts) and known else 0
-
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        """Divide the loss by dp, the only division, and run the user's backward.
-
-        The mean over dp ranks of each rank's mean is then a sum of gradients (DESIGN section 5.4).
-        """
-        if self.sentinel is not None:
-            self.sentinel.before_backward()
-        loss = super().backward(closure_loss / self.folding.dp, optimizer, *args, **kwargs)
-        if self.sentinel is not None and self._syncs:
-            self.sentinel.finish()
-        return loss
-
-    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Step, and begin to count the next global batch, also where a scaler skipped the step."""
-        out = super().optimizer_step(optimizer, *args, **kwargs)
-        if (balance := self._model_or_raise().balance) is not None:
-            balance.close_batch(optimizer)
-        return out
-
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        """Keep gradients local while accumulating; only full shards free parameters meanwhile."""
-        self._set_sync(False)
-        try:
-            yield
-        finally:
-            self._set_sync(True)
-
-    def _set_sync(self, enabled: bool) -> None:
-        self._syncs = enabled
-        for root in self._model_or_raise().roots:
-            root.set_requires_gradient_sync(enabled)
-            root.set_reshard_after_backward(enabled or self.config.data_parallel_shard == "full")
-
-    def _note_core_call(self, module: nn.Module, args: Any) -> None:
-        self._core_called = True
-
-    def _reshard_without_grad(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.is_grad_enabled():
-            self._reshard()
-
-    def on_validation_end(self) -> None:
-        """Return to shards, whatever the user's step did."""
-        self._reshard()
-
-    on_test_end = on_predict_end = on_validation_end
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -381,13 +320,6 @@ class FoldedMoEStrategy(SavingStrategy):
             strategy_registry.register(
                 cls.strategy_name, cls, description="Parallel folding with default degrees"
             )
-
-    def _model_or_raise(self) -> FoldedModel:
-        if self._folded is None:
-            raise RuntimeError(
-                "the model is folded in `setup`; this needs a Trainer that has started"
-            )
-        return self._folded
 
 
 __all__ = ["FoldedMoEStrategy"]

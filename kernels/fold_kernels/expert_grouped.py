@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fold_kernels.activation import activate, activate_backward
-from fold_kernels.expert_operands import Gradients, Needs, Operands
+from fold_kernels.expert_operands import Factors, Gradients, Needs, Operands, empty_factors
 from fold_kernels.grouped_gemm import grouped_gemm, grouped_weight_gradient
 from fold_kernels.swiglu import ActivationGradients
 
@@ -30,16 +30,28 @@ def grouped_forward(x: Operands, *, keep_hidden: bool) -> tuple[Tensor, Tensor |
 
 
 def grouped_backward(
-    x: Operands, grad_SD: Tensor, kept_RO: Tensor | None, needs: Needs
+    x: Operands,
+    grad_SD: Tensor,
+    kept_RO: Tensor | None,
+    needs: Needs,
+    factors: Factors | None = None,
 ) -> Gradients:
-    """Gradients; the first product is computed again if it was not kept."""
+    """Gradients; the first product is computed again if it was not kept.
+
+    Args:
+        x: As in forward.
+        grad_SD: Gradient of the sums.
+        kept_RO: The first product.
+        needs: Which gradients.
+        factors: Filled for `grouped_weight_gradients`; None where that does not follow.
+    """
     counts = (x.counts_e, x.sizes)
     rows_RD = x.source_SD.index_select(0, x.origin_R)
     grad_RD = grad_SD.index_select(0, x.origin_R)
     hidden_RO = grouped_gemm(rows_RD, x.gate_up_eOD, *counts) if kept_RO is None else kept_RO
     grad_RF = grouped_gemm(grad_RD, x.down_eDF.mT, *counts)
-    grad_RO = torch.empty_like(hidden_RO)
-    act_RF, grad_R = torch.empty_like(grad_RF), torch.empty_like(x.weights_R)
+    factors = factors or empty_factors(x, grad_SD)
+    grad_RO, act_RF, grad_R = factors.grad_hidden_RO, factors.act_RF, torch.empty_like(x.weights_R)
     out = ActivationGradients(grad_RO, grad_R, act_RF)
     activate_backward(x.activation, hidden_RO, x.weights_R, grad_RF, out=out)
     source_SD = None
@@ -52,6 +64,19 @@ def grouped_backward(
         grouped_weight_gradient(grad_RO, rows_RD, *counts) if needs.gate_up else None,
         grouped_weight_gradient(grad_RD, act_RF, *counts) if needs.down else None,
     )
+
+
+def grouped_weight_gradients(factors: Factors, needs: Needs) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of the first weights, [e, O, D], and of the second, [e, D, F]."""
+    gate_up_eOD, down_eDF = None, None
+    counts = (factors.counts_e, factors.sizes)
+    if needs.gate_up:
+        rows_RD = factors.source_SD.index_select(0, factors.origin_R)
+        gate_up_eOD = grouped_weight_gradient(factors.grad_hidden_RO, rows_RD, *counts)
+    if needs.down:
+        grad_RD = factors.grad_SD.index_select(0, factors.origin_R)
+        down_eDF = grouped_weight_gradient(grad_RD, factors.act_RF, *counts)
+    return gate_up_eOD, down_eDF
 
 
 def sum_rows(rows_RD: Tensor, origin_R: Tensor, *, num_sums: int) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fold_kernels.activation import activate, activate_backward
-from fold_kernels.expert_operands import Gradients, Needs, Operands, zero_sums
+from fold_kernels.expert_operands import Factors, Gradients, Needs, Operands, zero_sums
 from fold_kernels.swiglu import ActivationGradients
 
 # Elements that backward holds for one batch, 24 MiB in fp32. Small batches cost calls and meet the
@@ -63,7 +63,7 @@ def loop_forward(x: Operands, *, keep_hidden: bool) -> tuple[Tensor, Tensor | No
     model, depth, width = _widths(x)
     kept_RO = x.source_SD.new_empty(x.origin_R.shape[0], depth) if keep_hidden else None
     sums_SD, batches = zero_sums(x.source_SD), _batches(x)
-    room = _room(x, batches, model, width, 0 if keep_hidden else depth)
+    room = _room(x.source_SD, batches, model, width, 0 if keep_hidden else depth)
     for batch in batches:
         rows_nD, act_nF, hidden_nO = (buffer[: batch.num_pairs] for buffer in room)
         hidden_nO = hidden_nO if kept_RO is None else kept_RO[batch.pairs]
@@ -77,14 +77,32 @@ def loop_forward(x: Operands, *, keep_hidden: bool) -> tuple[Tensor, Tensor | No
     return sums_SD.to(x.source_SD.dtype), kept_RO
 
 
-def loop_backward(x: Operands, grad_SD: Tensor, kept_RO: Tensor | None, needs: Needs) -> Gradients:
-    """Gradients; the first product is computed again if it was not kept."""
+def loop_backward(
+    x: Operands,
+    grad_SD: Tensor,
+    kept_RO: Tensor | None,
+    needs: Needs,
+    factors: Factors | None = None,
+) -> Gradients:
+    """Gradients; the first product is computed again if it was not kept.
+
+    Args:
+        x: As in forward.
+        grad_SD: Gradient of the sums.
+        kept_RO: The first product.
+        needs: Which gradients.
+        factors: Filled for `loop_weight_gradients`; None where that does not follow.
+    """
     grads = _empty_gradients(x, needs)
     model, depth, width = _widths(x)
     batches = _batches(x)
-    room = _room(x, batches, model, model, depth, width, width, 0 if kept_RO is not None else depth)
+    again = 0 if kept_RO is not None else depth
+    written = (depth, width) if factors is None else (0, 0)
+    room = _room(x.source_SD, batches, model, model, *written, width, again)
     for batch in batches:
         rows, grad, grad_hidden, act, grad_act, hidden = (b[: batch.num_pairs] for b in room)
+        if factors is not None:
+            grad_hidden, act = factors.grad_hidden_RO[batch.pairs], factors.act_RF[batch.pairs]
         origin_n, weights_n = x.origin_R[batch.pairs], x.weights_R[batch.pairs]
         torch.index_select(x.source_SD, 0, origin_n, out=rows)
         torch.index_select(grad_SD, 0, origin_n, out=grad)
@@ -105,21 +123,45 @@ def loop_backward(x: Operands, grad_SD: Tensor, kept_RO: Tensor | None, needs: N
     return grads
 
 
+def loop_weight_gradients(factors: Factors, needs: Needs) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of the first weights, [e, O, D], and of the second, [e, D, F]."""
+    source_SD, experts = factors.source_SD, len(factors.sizes)
+    depth, width = factors.grad_hidden_RO.shape[1], factors.act_RF.shape[1]
+    model = source_SD.shape[1]
+    gate_up_eOD = source_SD.new_empty(experts, depth, model) if needs.gate_up else None
+    down_eDF = source_SD.new_empty(experts, model, width) if needs.down else None
+    batches = _cut(factors.sizes, model, depth, width)
+    (room,) = _room(source_SD, batches, model)
+    for batch in batches:
+        rows, origin_n = room[: batch.num_pairs], factors.origin_R[batch.pairs]
+        if down_eDF is not None:
+            torch.index_select(factors.grad_SD, 0, origin_n, out=rows)
+            _multiply_transposed(rows, factors.act_RF[batch.pairs], batch, out=down_eDF)
+        if gate_up_eOD is not None:
+            torch.index_select(source_SD, 0, origin_n, out=rows)
+            grad_hidden = factors.grad_hidden_RO[batch.pairs]
+            _multiply_transposed(grad_hidden, rows, batch, out=gate_up_eOD)
+    return gate_up_eOD, down_eDF
+
+
 def _widths(x: Operands) -> tuple[int, int, int]:
     return x.source_SD.shape[1], x.gate_up_eOD.shape[1], x.down_eDF.shape[2]
 
 
 def _batches(x: Operands) -> list[Batch]:
-    model, depth, width = _widths(x)
-    return cut_batches(x.sizes, BATCH_ELEMENTS // max(1, 2 * (model + width) + depth))
+    return _cut(x.sizes, *_widths(x))
 
 
-def _room(x: Operands, batches: Iterable[Batch], *widths: int) -> list[Tensor]:
+def _cut(sizes: Sequence[int], model: int, depth: int, width: int) -> list[Batch]:
+    return cut_batches(sizes, BATCH_ELEMENTS // max(1, 2 * (model + width) + depth))
+
+
+def _room(like: Tensor, batches: Iterable[Batch], *widths: int) -> list[Tensor]:
     """Buffers for the rows of any batch."""
     rows = max((batch.num_pairs for batch in batches), default=0)
     # One allocation: a C library keeps what was one piece for the next call, but returns many
     # small ones to the system, and pages that come back fresh cost more than all the sums.
-    flat = x.source_SD.new_empty(rows * sum(widths))
+    flat = like.new_empty(rows * sum(widths))
     parts = flat.split([rows * width for width in widths])
     return [part.view(rows, width) for part, width in zip(parts, widths, strict=True)]
 

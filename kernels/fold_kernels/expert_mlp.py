@@ -4,6 +4,8 @@ Kept for backward: the source rows, the first product, the routing weights and t
 kept: gathered rows, activations, outputs. Backward needs no expert output, since with dA' =
 gather(dO) W2 the routing weight's gradient is <dA', A>; A comes from the first product, which
 `recompute` drops as well. Sums over an origin have a fixed order; nothing here synchronises.
+With an active store (`weight_store`) backward leaves the weight gradients there, and what they are
+made of instead of the first product: its gradient, the weighted activation and the rows.
 """
 
 # Shapes.  S rows that arrived   R pairs in expert order   e local experts
@@ -11,8 +13,9 @@ gather(dO) W2 the routing weight's gradient is <dA', A>; A comes from the first 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,11 +25,19 @@ from torch.autograd.function import once_differentiable
 
 from fold_kernels.activation import Activation
 from fold_kernels.backend import choose_experts
-from fold_kernels.expert_grouped import grouped_backward, grouped_forward
-from fold_kernels.expert_loop import loop_backward, loop_forward
-from fold_kernels.expert_operands import Needs, Operands
+from fold_kernels.expert_grouped import (
+    grouped_backward,
+    grouped_forward,
+    grouped_weight_gradients,
+)
+from fold_kernels.expert_loop import loop_backward, loop_forward, loop_weight_gradients
+from fold_kernels.expert_operands import Factors, Needs, Operands, empty_factors
+from fold_kernels.weight_store import Delay, delay
 
-FORMS = {"loop": (loop_forward, loop_backward), "grouped": (grouped_forward, grouped_backward)}
+FORMS = {
+    "loop": (loop_forward, loop_backward, loop_weight_gradients),
+    "grouped": (grouped_forward, grouped_backward, grouped_weight_gradients),
+}
 
 
 @dataclass(frozen=True)
@@ -71,11 +82,15 @@ def expert_mlp(
     """
     _check(source_SD, weights_R, gate_up_e2FD, down_eDF, order)
     keeps = torch.is_grad_enabled() and not recompute
-    call = _Call(order.counts_e, tuple(order.sizes), activation, keeps)
+    put_off, anchor = delay(gate_up_e2FD, down_eDF), None
+    if put_off is not None:
+        anchor = put_off.anchor()
+        gate_up_e2FD, down_eDF = gate_up_e2FD.detach(), down_eDF.detach()
+    call = _Call(order.counts_e, tuple(order.sizes), activation, keeps, put_off)
     # Inside, every product has the dtype of the rows, whatever autocast says of products.
     with torch.autocast(source_SD.device.type, enabled=False):
         out: Tensor = _ExpertMlp.apply(
-            source_SD, weights_R, gate_up_e2FD, down_eDF, order.origin_R, call
+            source_SD, weights_R, gate_up_e2FD, down_eDF, order.origin_R, anchor, call
         )
     return out
 
@@ -106,6 +121,7 @@ class _Call:
     sizes: tuple[int, ...]
     activation: Activation
     keep_hidden: bool
+    put_off: Delay | None
 
     def operands(
         self, source: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, origin: Tensor
@@ -132,10 +148,11 @@ class _ExpertMlp(Function):
         gate_up: Tensor,
         down: Tensor,
         origin: Tensor,
+        anchor: Tensor | None,
         call: _Call,
     ) -> Tensor:
         x = call.operands(source, weights, gate_up, down, origin)
-        forward, _ = FORMS[_form(x)]
+        forward, _, _ = FORMS[_form(x)]
         out, hidden = forward(x, keep_hidden=call.keep_hidden)
         ctx.save_for_backward(source, weights, gate_up, down, origin, hidden)
         ctx.call = call
@@ -149,9 +166,14 @@ class _ExpertMlp(Function):
         needs = Needs(*(ctx.needs_input_grad[i] for i in (0, 2, 3)))
         with torch.autocast(grad_SD.device.type, enabled=False):
             x = ctx.call.operands(*inputs, origin)
-            _, backward = FORMS[_form(x)]
+            _, backward, weight_gradients = FORMS[_form(x)]
             # Upstream gradients may be expanded scalars; gathers want rows.
-            grads = backward(x, grad_SD.contiguous(), hidden, needs)
+            grad_SD = grad_SD.contiguous()
+            factors = None if ctx.call.put_off is None else empty_factors(x, grad_SD)
+            grads = backward(x, grad_SD, hidden, needs, factors)
+        if factors is not None:
+            late = partial(_late_gradients, weight_gradients, factors, ctx.call.put_off.weights)
+            ctx.call.put_off.leave(late)
         return (
             _as(grads.source_SD, source),
             _as(grads.weights_R, weights),
@@ -159,7 +181,19 @@ class _ExpertMlp(Function):
             _as(grads.down_eDF, down),
             None,
             None,
+            None,
         )
+
+
+def _late_gradients(
+    weight_gradients: Callable[[Factors, Needs], tuple[Tensor | None, Tensor | None]],
+    factors: Factors,
+    weights: tuple[Tensor, Tensor],
+) -> tuple[Tensor | None, Tensor | None]:
+    gate_up, down = weights
+    needs = Needs(source=False, gate_up=gate_up.requires_grad, down=down.requires_grad)
+    grad_eOD, grad_eDF = weight_gradients(factors, needs)
+    return _as(grad_eOD, gate_up), _as(grad_eDF, down)
 
 
 def _form(x: Operands) -> str:

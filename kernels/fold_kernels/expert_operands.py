@@ -42,7 +42,10 @@ class Operands:
 
 @dataclass(frozen=True)
 class Needs:
-    """Which gradients are asked for; the routing weights' costs nothing and is always there."""
+    """Which gradients are asked for; the routing weights' costs nothing and is always there.
+
+    Those of the weights are not asked for where they are put off.
+    """
 
     source: bool
     gate_up: bool
@@ -57,6 +60,43 @@ class Gradients:
     weights_R: Tensor
     gate_up_eOD: Tensor | None
     down_eDF: Tensor | None
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What the weight gradients are products of; gathers are cheap and made again.
+
+    Attributes:
+        source_SD: Rows, each once.
+        grad_SD: Gradient of the sums.
+        grad_hidden_RO: Gradient of the first product; backward writes it.
+        act_RF: Activation times routing weight; backward writes it.
+        origin_R: int64, row of every pair.
+        counts_e: int64, pairs per expert, on device.
+        sizes: The same counts on the host.
+    """
+
+    source_SD: Tensor
+    grad_SD: Tensor
+    grad_hidden_RO: Tensor
+    act_RF: Tensor
+    origin_R: Tensor
+    counts_e: Tensor
+    sizes: Sequence[int]
+
+
+def empty_factors(x: Operands, grad_SD: Tensor) -> Factors:
+    """The factors of one call before its backward has written its own."""
+    pairs = x.origin_R.shape[0]
+    return Factors(
+        x.source_SD,
+        grad_SD,
+        x.source_SD.new_empty(pairs, x.gate_up_eOD.shape[1]),
+        x.source_SD.new_empty(pairs, x.down_eDF.shape[2]),
+        x.origin_R,
+        x.counts_e,
+        x.sizes,
+    )
 
 
 def zero_sums(source_SD: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 Invariant: counts are summed on the device and reduced over all ranks once per log step, all
 layers in one vector, so watching costs one small collective and one host read per log step.
-Counts training forwards only. Assumes that every rank has every MoE layer (no pipeline).
+Which layers there are, pipeline stages tell each other once a fit. Counts training forwards only.
 """
 
 import math
@@ -70,6 +70,8 @@ class ExpertLoadMonitor(Callback):
         self.dirpath = dirpath
         self.history: list[LoadRecord] = []
         self._counts: dict[str, Tensor] = {}
+        # Experts of every MoE layer of the model, in order of the forward; empty until asked for.
+        self._layers: dict[str, int] = {}
         self._telemetry: Telemetry | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -79,7 +81,7 @@ class ExpertLoadMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget an earlier fit and listen."""
-        self.history, self._counts = [], {}
+        self.history, self._counts, self._layers = [], {}, {}
         self._telemetry = _telemetry_of(trainer)
         self._telemetry.subscribe(RoutingCounts, self._add)
 
@@ -92,16 +94,14 @@ class ExpertLoadMonitor(Callback):
         batch_idx: int,
     ) -> None:
         """At a log step, reduce and log. Collective over all ranks then."""
-        if self._counts and is_log_step(trainer):
-            record = self._close_record(trainer.global_step)
+        if is_log_step(trainer) and (record := self._close_record(trainer)):
             for key, value in statistics_to_log(record).items():
                 log_value(pl_module, key, value)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reduce what is left, stop listening and draw. Collective over all ranks."""
         self._stop_listening()
-        if self._counts:
-            self._close_record(trainer.global_step)
+        self._close_record(trainer)
         folder = run_folder(trainer, self.dirpath)
         if trainer.is_global_zero and self.history:
             draw_expert_load(self.history, folder / "expert_load.png")
@@ -125,13 +125,40 @@ class ExpertLoadMonitor(Callback):
         else:
             self._counts[event.layer] = event.counts_E.detach().clone()
 
-    def _close_record(self, step: int) -> LoadRecord:
-        sizes = [counts_E.numel() for counts_E in self._counts.values()]
-        total = sum_over_world(torch.cat(list(self._counts.values()))).cpu()
-        record = LoadRecord(step, dict(zip(self._counts, total.split(sizes), strict=True)))
+    def _close_record(self, trainer: Trainer) -> LoadRecord | None:
+        """Reduce what has been counted; None where no rank has. Collective over all ranks."""
+        if not self._layers:
+            self._layers = self._all_layers(trainer)
+        if not self._layers:
+            return None
+        device = trainer.strategy.root_device
+        own = [
+            self._counts.get(layer, torch.zeros(size, dtype=torch.long, device=device))
+            for layer, size in self._layers.items()
+        ]
+        total = sum_over_world(torch.cat(own)).cpu()
         self._counts = {}
+        if not bool(total.any()):
+            return None
+        sizes = list(self._layers.values())
+        counts = dict(zip(self._layers, total.split(sizes), strict=True))
+        record = LoadRecord(trainer.global_step, counts)
         self.history = thin_history([*self.history, record])
         return record
+
+    def _all_layers(self, trainer: Trainer) -> dict[str, int]:
+        own = {layer: counts_E.numel() for layer, counts_E in self._counts.items()}
+        told = [own]
+        if trainer.world_size > 1:
+            told = [{}] * trainer.world_size
+            torch.distributed.all_gather_object(told, own)
+        layers = {layer: size for stage in told for layer, size in stage.items()}
+        return dict(sorted(layers.items(), key=lambda item: _by_numbers(item[0])))
+
+
+def _by_numbers(layer: str) -> list[tuple[int, str]]:
+    """Layer 10 comes after layer 9."""
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in layer.split(".")]
 
 
 def load_statistics(counts_E: Tensor) -> LoadStatistics:

@@ -7,15 +7,12 @@ recomputation, dispatch, capacity padding, sliding windows.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-Attention = Literal["causal", "full"]
+from lightning_fold.pipeline.costs import FLOPS_PER_WEIGHT, Attention, core_flops, layer_weights
 
-# Forward is 2 operations per weight and token, and backward is twice the forward.
-_PER_WEIGHT = 6
-# QK^T and PV are 2*s*q each per token and layer in the forward, so 12*s*q with the backward;
-# a causal mask leaves half of it.
-_PER_SCORE = {"causal": 6, "full": 12}
+# The backward is twice the forward.
+_PASSES = 3
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _PLAIN_ATTENTION = {"full_attention", "sliding_attention", "attention"}
 
@@ -59,10 +56,18 @@ class ModelShape:
     def active_weights(self) -> int:
         """Matrix weights that one token is multiplied with, LM head included."""
         moe_width = self.top_k * self.expert_width + self.shared_width
-        width = self.dense_layers * self.dense_width + self.moe_layers * moe_width
-        projections = 2 * self.query_size + 2 * self.key_value_size
-        per_row = self.mlp_matrices * width + self.num_layers * projections + self.vocab_size
-        return self.hidden_size * per_row
+        dense, moe = self._layer_weights(self.dense_width), self._layer_weights(moe_width)
+        head = self.hidden_size * self.vocab_size
+        return self.dense_layers * dense + self.moe_layers * moe + head
+
+    def _layer_weights(self, mlp_width: int) -> int:
+        return layer_weights(
+            hidden_size=self.hidden_size,
+            query_size=self.query_size,
+            key_value_size=self.key_value_size,
+            mlp_width=mlp_width,
+            mlp_matrices=self.mlp_matrices,
+        )
 
 
 def training_flops(
@@ -74,19 +79,16 @@ def training_flops(
         shape: The model.
         tokens: Tokens of all sequences together.
         sequence_length: Tokens that one token may attend to, before any causal mask.
-        attention: "causal" counts half of the score matrix, as Megatron-LM does since 2026;
-            "full" counts all of it, as arXiv 2504.14960 and most older figures do.
+        attention: As `core_flops` says.
 
     Raises:
         ValueError: If `attention` is neither.
     """
-    if attention not in _PER_SCORE:
-        raise ValueError(
-            f"attention={attention!r} is no FLOPs convention.\n"
-            "Legal values: 'causal', 'full'.  Change `attention`."
-        )
-    scores = _PER_SCORE[attention] * sequence_length * shape.query_size * shape.num_layers
-    return tokens * (_PER_WEIGHT * shape.active_weights + scores)
+    core = core_flops(
+        query_size=shape.query_size, sequence_length=sequence_length, attention=attention
+    )
+    forward = FLOPS_PER_WEIGHT * shape.active_weights + shape.num_layers * core
+    return _PASSES * tokens * forward
 
 
 def shape_from_config(config: Any) -> ModelShape:

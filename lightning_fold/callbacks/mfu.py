@@ -17,9 +17,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lightning_fold.callbacks.flops import Attention, ModelShape, shape_from_config, training_flops
+from lightning_fold.callbacks.flops import ModelShape, shape_from_config, training_flops
 from lightning_fold.callbacks.peak import Peak, compute_type_of, lookup_peak, measure_matmul_peak
 from lightning_fold.callbacks.run import is_log_step, log_value, sum_over_world
+from lightning_fold.pipeline.costs import Attention
 
 _DEFINITION = (
     "fold/mfu = model FLOP/s per device / peak FLOP/s per device.\n"

@@ -4,7 +4,9 @@ from lightning_fold.checkpoint.canonical import Canonical
 from lightning_fold.checkpoint.meta import OWN
 from lightning_fold.checkpoint.optimizer_state import named_state
 from lightning_fold.checkpoint.peers import CheckpointError, Peers
+from lightning_fold.checkpoint.stages import Stages
 from lightning_fold.checkpoint.store import CheckpointStore
+from lightning_fold.checkpoint.whole import WholeModel
 
 __all__ = [
     "OWN",
@@ -12,5 +14,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointStore",
     "Peers",
+    "Stages",
+    "WholeModel",
     "named_state",
 ]

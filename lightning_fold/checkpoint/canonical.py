@@ -1,40 +1,68 @@
 """Names and shapes of a checkpoint belong to the user's model, not to the mapping.
 
 Owns the way between live tensors (shards; first expert projections as [E, 2, F, D]) and the
-user's (whole; [E, 2F, D]), for weights, gradients and optimizer moments alike. Knows nothing of
-files.
+user's (whole; [E, 2F, D]), for weights, gradients and optimizer moments alike. Where pipeline
+stages divide the model, what is written is the whole model's and what is read is this stage's.
+Knows nothing of files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_fold.checkpoint.optimizer_state import names_of
+from lightning_fold.checkpoint.optimizer_state import names_of, without_names
 from lightning_fold.checkpoint.owned import part_of, stored_index
+from lightning_fold.checkpoint.stage_groups import collect_state
+from lightning_fold.checkpoint.stages import Held, Stages
+from lightning_fold.checkpoint.survey import Survey, survey
 from lightning_fold.checkpoint.tensor_entry import TensorEntry, read_entry
+from lightning_fold.checkpoint.whole import TensorMeta
 from lightning_fold.params import local_tensor, with_local
+
+
+class Shaped(Protocol):
+    """A tensor, or what is known of one."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Sizes."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type."""
 
 
 class Canonical:
     """Converts between live and user's tensors.
 
     Args:
-        module: The LightningModule.
+        module: The LightningModule; of a model that was cut, what this rank's stage holds.
         halved: Names of live [E, 2, F, D] parameters, which the user knows as [E, 2F, D].
-        is_writer: Whether this rank keeps gathered tensors.
+        is_writer: Whether this rank keeps gathered tensors; rank 0 of the world, with stages.
+        stages: This rank's place among pipeline stages; None where the model is not cut.
     """
 
-    def __init__(self, module: nn.Module, *, halved: Collection[str], is_writer: bool) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        halved: Collection[str],
+        is_writer: bool,
+        stages: Stages | None = None,
+    ) -> None:
         self.module = module
         self.halved = frozenset(halved)
         self.is_writer = is_writer
+        self.stages = stages
+        if stages is not None:
+            stages.check(module)
 
     def consolidate(self, named: Mapping[str, Any]) -> dict[str, Any]:
         """Whole tensors in the user's shapes, on CPU on the writing rank; `{}` on the others.
@@ -42,8 +70,12 @@ class Canonical:
         Collective over all ranks; one tensor at a time is whole.
 
         Args:
-            named: Live tensors by parameter or buffer name; other values pass through.
+            named: Live tensors by parameter or buffer name; other values pass through. With
+                stages, those of this one; the result holds those of all.
         """
+        if self.stages is not None:
+            own = {n: self._held(n, v) for n, v in named.items() if self.stages.writes(n)}
+            return self.stages.collect(own, order=self.stages.whole.in_order)
         whole = {}
         for name, value in named.items():
             tensor = self.to_user(name, value) if isinstance(value, Tensor) else value
@@ -57,6 +89,15 @@ class Canonical:
         if isinstance(whole, DTensor):
             whole = whole.full_tensor()
         return whole.flatten(1, 2) if name in self.halved and whole.dim() == 4 else whole
+
+    def _held(self, name: str, value: Any) -> Any:
+        """A live value as stages exchange it."""
+        if not isinstance(value, Tensor):
+            return value
+        shape = tuple(value.shape)
+        if name in self.halved and len(shape) == 4:
+            shape = (shape[0], shape[1] * shape[2], shape[3])
+        return Held(TensorMeta(shape, value.dtype), lambda: self.to_user(name, value))
 
     def to_live(self, name: str, user: Tensor | TensorEntry, live: Tensor) -> Tensor:
         """This rank's part of a whole tensor, sharded and typed like `live`, a copy. Sends nothing.
@@ -81,10 +122,23 @@ class Canonical:
         local = local_tensor(live)
         return with_local(live, part.reshape(local.shape).to(local.device, local.dtype))
 
-    def live_shape(self, name: str, user: Tensor | TensorEntry) -> tuple[int, ...]:
-        """Global shape of the live tensor that one of the user's becomes."""
+    def survey(self, optimizers: Sequence[Optimizer]) -> Survey:
+        """What model and optimizers hold on all stages. Collective over pp where there are any."""
+        return survey(self.module, optimizers, halved=self.halved, stages=self.stages)
+
+    def live_shape(
+        self, name: str, user: Tensor | TensorEntry, *, halved: Collection[str] | None = None
+    ) -> tuple[int, ...]:
+        """Global shape of the live tensor that one of the user's becomes.
+
+        Args:
+            name: Of the parameter or buffer.
+            user: In the user's shape.
+            halved: Names of all stages' [E, 2, F, D] parameters; None is this rank's.
+        """
         shape = tuple(user.shape)
-        if name in self.halved and len(shape) == 3 and shape[1] % 2 == 0:
+        names = self.halved if halved is None else halved
+        if name in names and len(shape) == 3 and shape[1] % 2 == 0:
             return shape[0], 2, shape[1] // 2, shape[2]
         return shape
 
@@ -93,7 +147,7 @@ class Canonical:
         source: Path | str,
         saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
         *,
-        live: Mapping[str, Tensor],
+        live: Mapping[str, Shaped],
         strict: bool,
     ) -> None:
         """Make sure that a checkpoint fits the model, before anything is read.
@@ -101,7 +155,7 @@ class Canonical:
         Args:
             source: Named in messages.
             saved: Live shape and dtype of its tensors.
-            live: Tensors of the model.
+            live: Tensors of the model, those of all stages.
             strict: Whether names must match.
 
         Raises:
@@ -138,8 +192,11 @@ class Canonical:
                     target.copy_(self.to_live(name, state[name], target))
 
     def set_extra_state(self, extra: Mapping[str, Any]) -> None:
-        """Hand modules what their `get_extra_state` gave."""
+        """Hand modules what their `get_extra_state` gave; those of other stages are passed over."""
+        own = self.module.state_dict().keys() if self.stages is not None else extra.keys()
         for name, value in extra.items():
+            if name not in own:
+                continue
             owner = name.removesuffix("_extra_state").rstrip(".")
             self.module.get_submodule(owner).set_extra_state(value)
 
@@ -147,7 +204,12 @@ class Canonical:
         """State as a single process would have written it: whole moments, keyed by parameter index.
 
         Collective over all ranks.
+
+        Raises:
+            ValueError: The stages' groups cannot be one; on every rank.
         """
+        if self.stages is not None:
+            return collect_state(self.stages, self.module, optimizer, self._held)
 
         def convert(name: str, param: nn.Parameter, value: Tensor) -> Any:
             whole = self.to_user(name, value)
@@ -167,8 +229,11 @@ class Canonical:
         Args:
             optimizer: Changed in place.
             state: Whole moments by parameter index.
-            names: Parameters of the saved groups by name; None where the file does not say, whose
-                indices then count as this optimizer's own.
+            names: Parameters of the saved groups by name, those of all stages; None where the
+                file does not say, whose indices then count as this optimizer's own.
+
+        Raises:
+            ValueError: It has state for more parameters than it lists.
         """
         if names is not None:
             state = _reindexed(state, names_of(self.module, optimizer), names)
@@ -212,9 +277,15 @@ def _reindexed(
     """`state` with the indices of an optimizer whose groups list the names in another order."""
     index = {name: i for i, name in enumerate(name for group in live for name in group)}
     flat = [name for group in saved for name in group]
+    if state["state"] and max(state["state"]) >= len(flat):
+        raise ValueError(
+            f"the checkpoint's optimizer has state for parameter {max(state['state'])} and lists "
+            f"{len(flat)} parameters. It is damaged."
+        )
     groups = [
-        {**group, "params": [index[name] for name in names]}
+        {**without_names(group), "params": [index[name] for name in names]}
         for group, names in zip(state["param_groups"], live, strict=True)
     ]
-    moments = {index[flat[i]]: values for i, values in state["state"].items()}
+    # What lies on other stages is theirs to load.
+    moments = {index[flat[i]]: v for i, v in state["state"].items() if flat[i] in index}
     return {**state, "state": moments, "param_groups": groups}

@@ -21,11 +21,11 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from lightning_fold.checkpoint import consolidated, files, folder
+from lightning_fold.checkpoint.folder import OPTIMIZERS, WEIGHTS
 from lightning_fold.checkpoint.meta import OWN
 from lightning_fold.checkpoint.optimizer_state import by_name
 from lightning_fold.checkpoint.peers import Peers
 from lightning_fold.checkpoint.safe_reader import read_index, tensors_of
-from lightning_fold.checkpoint.store import OPTIMIZERS, WEIGHTS
 from lightning_fold.checkpoint.tensor_entry import TensorEntry, read_entry
 
 _ALIGNMENT = 64
@@ -129,9 +129,12 @@ def _whole(
             for group in rest["param_groups"]
         ]
         optimizers.append({"state": dict(sorted(state.items())), "param_groups": groups})
-    noted = {key: own[key] for key in own if key not in ("optimizers", "extra_state")}
+    noted = {key: own[key] for key in own if key not in ("optimizers", "extra_state", "order")}
     noted["optimizer_names"] = [[g["params"] for g in rest["param_groups"]] for rest in states]
-    whole = {"state_dict": {**state_dict, **own.get("extra_state", {})}, OWN: noted}
+    named = {**state_dict, **own.get("extra_state", {})}
+    # A folder of several stages lists their tensors stage after stage.
+    first = {name: named[name] for name in own.get("order", ()) if name in named}
+    whole = {"state_dict": {**first, **named}, OWN: noted}
     return {**whole, "optimizer_states": optimizers} if optimizers else whole
 
 

@@ -48,15 +48,33 @@ from lightning_fold.checkpoint.manifest import (
 )
 from lightning_fold.checkpoint.peers import CheckpointError, Peers, last_line
 from lightning_fold.checkpoint.safe_reader import INDEX, SafeReader
+from lightning_fold.checkpoint.tensor_entry import TensorEntry
 from lightning_fold.checkpoint.tensor_file import forbidden_global
 from lightning_fold.params import local_tensor
 
 META = "meta.pt"
+WEIGHTS, OPTIMIZERS = "state_dict", "optimizers"
 
 
 def looks_sharded(path: Path) -> bool:
     """Whether `path` is meant as a sharded folder, whole or damaged."""
     return path.is_dir() and any((path / name).exists() for name in (MANIFEST, META, INDEX))
+
+
+def split(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tensors, stored ones too, and what modules add by `get_extra_state`."""
+    kinds = (Tensor, TensorEntry)
+    tensors = {name: value for name, value in state.items() if isinstance(value, kinds)}
+    return tensors, {name: value for name, value in state.items() if name not in tensors}
+
+
+def flat(optimizer: int, state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Tensors of an optimizer's state, by their names in a folder."""
+    return {
+        f"{OPTIMIZERS}.{optimizer}.{name}.{key}": value
+        for name, values in state.items()
+        for key, value in values.items()
+    }
 
 
 def write_folder(
@@ -66,21 +84,25 @@ def write_folder(
     meta: Mapping[str, Any],
     peers: Peers,
     planner: SavePlanner | None = None,
+    counts_plain: bool | None = None,
 ) -> None:
     """Write a sharded folder; under its final name it appears whole or not at all. Collective.
 
     Args:
         path: Equal on all ranks.
-        tensors: This rank's live tensors by name; names are equal on all ranks.
+        tensors: This rank's live tensors by name; names are equal on all ranks of a stage.
         meta: Primitives; the writing rank's count.
         peers: The ranks that hold the model together.
         planner: Of DCP, which reads each tensor when it is written; None writes `tensors`.
+        counts_plain: Whether this rank is the first of those that hold its plain tensors and so
+            writes them; None where all ranks do.
 
     Raises:
         CheckpointError: It could not be written. An earlier checkpoint of that name is untouched.
     """
     what = f"saving {path}"
-    sizes = peers.gather(_stored_bytes(tensors, is_writer=peers.is_writer))
+    is_first = peers.is_writer if counts_plain is None else counts_plain
+    sizes = peers.gather(_stored_bytes(tensors, is_first=is_first))
     peers.on_writer(lambda: _prepare(path, sum(sizes)), what=what)
     partial = partial_of(path)
     try:
@@ -157,9 +179,9 @@ def read_meta(path: Path) -> dict[str, Any]:
     return meta
 
 
-def _stored_bytes(tensors: Mapping[str, Tensor], *, is_writer: bool) -> int:
-    """Bytes that this rank will write; of equal copies the writing rank writes one."""
-    own = [t for t in tensors.values() if is_writer or isinstance(t, DTensor)]
+def _stored_bytes(tensors: Mapping[str, Tensor], *, is_first: bool) -> int:
+    """Bytes that this rank will write; of equal copies the first rank writes one."""
+    own = [t for t in tensors.values() if is_first or isinstance(t, DTensor)]
     return sum(local_tensor(t).numel() * t.element_size() for t in own)
 
 
@@ -181,7 +203,7 @@ def _write_tensors(
                 # DCP keeps the tensors of a file until it is written; a planner that reads them
                 # one by one wants them gone one by one.
                 storage_writer=FileSystemWriter(partial, single_file_per_rank=planner is None),
-                # Of tensors that all ranks hold, rank 0's is the truth, as under DDP.
+                # Of tensors that several ranks hold, the first one's is the truth, as under DDP.
                 planner=planner or DefaultSavePlanner(dedup_save_to_lowest_rank=True),
                 process_group=peers.group,
                 no_dist=peers.group is None,

@@ -113,13 +113,15 @@ def fill(
     tensors: Mapping[str, Mapping[str, Tensor]],
     rest: Mapping[str, Any],
 ) -> None:
-    """Load a state by name into `optimizer`. Local.
+    """Load a state by name into `optimizer`, after `check_groups`. Local.
 
-    Raises:
-        ValueError: The groups hold other parameters than those that were saved.
+    Args:
+        module: The LightningModule.
+        optimizer: Changed in place.
+        tensors: Of its parameters.
+        rest: As it was saved; may speak of parameters of other pipeline stages too.
     """
     groups = names_of(module, optimizer)
-    check_groups(groups, [group["params"] for group in rest["param_groups"]])
     index = {name: i for i, name in enumerate(name for group in groups for name in group)}
     values = rest["values"]
     state = {
@@ -130,12 +132,21 @@ def fill(
     # The optimizer's own order within a group; names have made it irrelevant.
     ordered, start = [], 0
     for group, names in zip(rest["param_groups"], groups, strict=True):
-        ordered.append({**group, "params": list(range(start, start + len(names)))})
+        own = list(range(start, start + len(names)))
+        ordered.append({**without_names(group), "params": own})
         start += len(names)
     optimizer.load_state_dict({"state": state, "param_groups": ordered})
 
 
-def check_groups(live: list[list[str]], saved: list[list[str]]) -> None:
+def without_names(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved group without the user's names of its parameters, for an optimizer to keep its own.
+
+    They follow the order of the optimizer that was saved, which may be another, and of all stages.
+    """
+    return {key: value for key, value in group.items() if key != "param_names"}
+
+
+def check_groups(live: Sequence[Sequence[str]], saved: Sequence[Sequence[str]]) -> None:
     """Refuse parameter groups that were built otherwise when the checkpoint was written.
 
     Raises:

@@ -76,7 +76,8 @@ class Peers:
             rank, (refused, text) = failures[0]
             if refused:
                 raise ValueError(text) from error
-            raise CheckpointError(f"{what} failed on rank {rank}: {text}") from error
+            failed = rank if self.group is None else dist.get_global_rank(self.group, rank)
+            raise CheckpointError(f"{what} failed on rank {failed}: {text}") from error
         return [value for value, _ in outcomes]
 
     def on_writer(self, action: Callable[[], Result], *, what: str) -> Result:

@@ -6,7 +6,7 @@ training. The forms themselves are `folder`'s and `consolidated`'s; names and sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,11 @@ from torch.optim import Optimizer
 from lightning_fold.checkpoint import consolidated, files, folder, optimizer_state
 from lightning_fold.checkpoint.background import Background
 from lightning_fold.checkpoint.canonical import Canonical
+from lightning_fold.checkpoint.folder import WEIGHTS, flat, split
+from lightning_fold.checkpoint.loading import Loading
 from lightning_fold.checkpoint.meta import OWN, primitive
 from lightning_fold.checkpoint.peers import Peers
-from lightning_fold.checkpoint.safe_reader import read_index, tensors_of
-from lightning_fold.checkpoint.tensor_entry import TensorEntry
-
-WEIGHTS, OPTIMIZERS = "state_dict", "optimizers"
+from lightning_fold.checkpoint.survey import merged_meta
 
 
 class CheckpointStore:
@@ -44,6 +43,7 @@ class CheckpointStore:
         self.peers = peers
         self._background_peers = background_peers
         self._background = Background()
+        self._loading = Loading(canonical, peers)
 
     @property
     def module(self) -> nn.Module:
@@ -65,20 +65,24 @@ class CheckpointStore:
 
         Raises:
             CheckpointError: It, or the save behind training before it, could not be written.
+            ValueError: The stages' optimizers cannot be one; on every rank.
         """
         rest = dict(checkpoint)
-        weights, extra = _split(rest.pop("state_dict"))
-        tensors = {f"{WEIGHTS}.{name}": tensor for name, tensor in weights.items()}
+        names = list(rest["state_dict"])
+        weights, extra = split(rest.pop("state_dict"))
+        tensors = {f"{WEIGHTS}.{name}": t for name, t in weights.items() if self._writes(name)}
         states: Sequence[optimizer_state.NamedState] = rest.pop("optimizer_states", [])
         for i, state in enumerate(states):
-            tensors |= _flat(i, state.tensors)
+            tensors |= flat(i, {n: v for n, v in state.tensors.items() if self._writes(n)})
         replaced: list[str] = []
         own = {
             **rest.pop(OWN, {}),
-            **self._own(),
+            **self._own(self.canonical.halved),
             "optimizers": [state.rest for state in states],
             "extra_state": extra,
         }
+        if (stages := self.canonical.stages) is not None:
+            own = merged_meta(stages, own, names)
         meta = primitive({**rest, OWN: own}, "", replaced)
         self._write(path, tensors, meta)
         return replaced
@@ -89,7 +93,21 @@ class CheckpointStore:
             # What can be told at once is: the thread's errors come with the next save.
             self.peers.on_writer(lambda: files.make_folder(path.parent), what=f"saving {path}")
             tensors = BlockingAsyncStager().stage(tensors)
-        self._run(lambda peers: folder.write_folder(path, tensors=tensors, meta=meta, peers=peers))
+        stages = self.canonical.stages
+        self._run(
+            lambda peers: folder.write_folder(
+                path,
+                tensors=tensors,
+                meta=meta,
+                peers=peers,
+                counts_plain=peers.is_writer if stages is None else stages.reaches_writer,
+            )
+        )
+
+    def _writes(self, name: str) -> bool:
+        """Whether a name is this stage's to write; one that several hold is written once."""
+        stages = self.canonical.stages
+        return stages is None or stages.writes(name)
 
     def _run(self, save: Callable[[Peers], None]) -> None:
         """Save now, or behind training, with the ranks that do."""
@@ -122,12 +140,19 @@ class CheckpointStore:
         return replaced
 
     def own_entries(self, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-        """What a consolidated file says beside what a single-device run would write."""
-        names = [optimizer_state.names_of(self.module, optimizer) for optimizer in optimizers]
-        return {**self._own(), "optimizer_names": names}
+        """What a consolidated file says beside what a single-device run would write.
 
-    def _own(self) -> dict[str, Any]:
-        return {"mapping": self.mapping, "halved": sorted(self.canonical.halved)}
+        Collective over pp where the model is cut.
+
+        Raises:
+            ValueError: An optimizer has parameters without a name, or other groups on every stage.
+        """
+        known = self.canonical.survey(optimizers)
+        names = [groups.names for groups in known.groups]
+        return {**self._own(known.halved), "optimizer_names": names}
+
+    def _own(self, halved: Collection[str]) -> dict[str, Any]:
+        return {"mapping": self.mapping, "halved": sorted(halved)}
 
     def remove(self, path: Path) -> None:
         """Delete a checkpoint once no newer one is still being written. Every rank may call it."""
@@ -159,54 +184,11 @@ class CheckpointStore:
         self.finish()
         self.peers.on_writer(lambda: files.recover(path), what=f"reading {path}")
         if folder.looks_sharded(path):
-            return self._load_folder(path, optimizers, strict=strict)
+            return self._loading.from_folder(path, optimizers, strict=strict)
         if not path.is_file():
             raise ValueError(f"{path} {_kind(path)}. Change `ckpt_path`.")
         consolidated.verify_file(path, self.peers)
         return self.load_whole(str(path), consolidated.read_file(path), optimizers, strict=strict)
-
-    def _load_folder(
-        self, path: Path, optimizers: Sequence[Optimizer], *, strict: bool
-    ) -> dict[str, Any]:
-        meta = folder.verify_folder(path, self.peers)
-        own = meta.pop(OWN, {})
-        index = read_index(path)
-        saved = _by_prefix(tensors_of(index))
-        live, _ = _split(self.module.state_dict())
-        stored = saved.get(WEIGHTS, {})
-        shapes = {name: (tuple(m.size), m.properties.dtype) for name, m in stored.items()}
-        self.canonical.check(path, shapes, live=live, strict=strict)
-        tensors = {f"{WEIGHTS}.{name}": t for name, t in live.items() if name in stored}
-        states = self._empty_states(path, optimizers, own.get("optimizers", []), saved)
-        for i, state in enumerate(states):
-            tensors |= _flat(i, state)
-        folder.read_tensors(path, tensors, self.peers, index=index)
-        self.canonical.set_extra_state(own.get("extra_state", {}))
-        for optimizer, state, rest in zip(
-            optimizers, states, own.get("optimizers", []), strict=False
-        ):
-            optimizer_state.fill(self.module, optimizer, tensors=state, rest=rest)
-        return meta
-
-    def _empty_states(
-        self,
-        path: Path,
-        optimizers: Sequence[Optimizer],
-        rests: Sequence[Mapping[str, Any]],
-        saved: Mapping[str, Mapping[str, Any]],
-    ) -> list[dict[str, dict[str, Tensor]]]:
-        """Tensors to read the states of `optimizers` into, after all checks."""
-        check_count(path, saved=len(rests), wanted=len(optimizers))
-        states = []
-        for i, optimizer in enumerate(optimizers):
-            groups = optimizer_state.names_of(self.module, optimizer)
-            optimizer_state.check_groups(groups, [g["params"] for g in rests[i]["param_groups"]])
-            by_param: dict[str, dict[str, Any]] = {}
-            for name, stored in saved.get(f"{OPTIMIZERS}.{i}", {}).items():
-                param, _, key = name.rpartition(".")
-                by_param.setdefault(param, {})[key] = stored
-            states.append(optimizer_state.empty_state(self.module, optimizer, by_param))
-        return states
 
     def load_whole(
         self,
@@ -216,7 +198,9 @@ class CheckpointStore:
         *,
         strict: bool,
     ) -> dict[str, Any]:
-        """Fill model and optimizers from whole tensors, of which each rank takes its part. Local.
+        """Fill model and optimizers from whole tensors, of which each rank takes its part.
+
+        Collective over all ranks where the model is cut, else local.
 
         Args:
             path: Named in messages.
@@ -227,67 +211,7 @@ class CheckpointStore:
         Raises:
             ValueError: As `load`.
         """
-        own = checkpoint.pop(OWN, {})
-        state, extra = _split(checkpoint["state_dict"])
-        live, _ = _split(self.module.state_dict())
-        shapes = {name: (self.canonical.live_shape(name, t), t.dtype) for name, t in state.items()}
-        self.canonical.check(path, shapes, live=live, strict=strict)
-        states = checkpoint.get("optimizer_states", [])
-        check_count(path, saved=len(states), wanted=len(optimizers))
-        names = own.get("optimizer_names", [None] * len(states))
-        for optimizer, saved_names in zip(optimizers, names, strict=False):
-            if saved_names is not None:
-                groups = optimizer_state.names_of(self.module, optimizer)
-                optimizer_state.check_groups(groups, saved_names)
-        self.canonical.load_model(state, live=live)
-        self.canonical.set_extra_state(extra)
-        for optimizer, saved, saved_names in zip(optimizers, states, names, strict=False):
-            self.canonical.load_optimizer(optimizer, saved, names=saved_names)
-        return checkpoint
-
-
-def check_count(path: Path | str, *, saved: int, wanted: int) -> None:
-    """Refuse to resume optimizers from a checkpoint that does not hold their states.
-
-    Raises:
-        ValueError: The counts differ.
-    """
-    if wanted and saved == 0:
-        raise ValueError(
-            f"{path} holds no optimizer state, as ModelCheckpoint(save_weights_only=True) writes "
-            "it, so training cannot resume from it. Read the weights by `init_from` instead."
-        )
-    if wanted and saved != wanted:
-        raise ValueError(
-            f"{path} holds the states of {saved} optimizers, configure_optimizers gives {wanted}. "
-            "Build the same optimizers."
-        )
-
-
-def _split(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Tensors, stored ones too, and what modules add by `get_extra_state`."""
-    kinds = (Tensor, TensorEntry)
-    tensors = {name: value for name, value in state.items() if isinstance(value, kinds)}
-    return tensors, {name: value for name, value in state.items() if name not in tensors}
-
-
-def _flat(optimizer: int, state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    return {
-        f"{OPTIMIZERS}.{optimizer}.{name}.{key}": value
-        for name, values in state.items()
-        for key, value in values.items()
-    }
-
-
-def _by_prefix(stored: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Index entries by what they belong to: the weights, or one optimizer."""
-    sorted_out: dict[str, dict[str, Any]] = {}
-    for name, entry in stored.items():
-        parts = name.split(".", 2)
-        depth = 2 if parts[0] == OPTIMIZERS else 1
-        owner, rest = ".".join(parts[:depth]), name.split(".", depth)[-1]
-        sorted_out.setdefault(owner, {})[rest] = entry
-    return sorted_out
+        return self._loading.from_whole(path, checkpoint, optimizers, strict=strict)
 
 
 def _kind(path: Path) -> str:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fold.checkpoint import folder
+from lightning_fold.checkpoint.folder import WEIGHTS
 from lightning_fold.checkpoint.manifest import read_manifest, verify_files
 from lightning_fold.checkpoint.meta import OWN
 from lightning_fold.checkpoint.safe_reader import read_index, tensors_of
-from lightning_fold.checkpoint.store import WEIGHTS
 from lightning_fold.checkpoint.tensor_entry import TensorEntry
 from lightning_fold.checkpoint.tensor_file import open_tensors
 

@@ -136,6 +136,7 @@ class Guard:
         assert launcher is not None
         return Host(
             when=self._when,
+            where=self._where,
             signal=self._interrupt.poll,
             take_signal=self._interrupt.take,
             last_words=launcher.last_words,
@@ -146,6 +147,11 @@ class Guard:
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return ""
         return f"at step {trainer.global_step}"
+
+    def _where(self) -> str:
+        trainer = self._trainer
+        pipeline = None if trainer is None else getattr(trainer.strategy, "pipeline", None)
+        return "" if pipeline is None else str(pipeline.executor.where)
 
     def _leave_at_once(self, signum: int) -> None:
         if self.launcher is not None:

@@ -42,12 +42,14 @@ class Host:
 
     Attributes:
         when: Words like "at step 3", or none.
+        where: What a pipeline's rank does, like "stage 0, microbatch 2, action 0B2", or none.
         signal: The signal that waits for the next batch boundary on this rank.
         take_signal: Accepts one that reached another rank.
         last_words: Ends the process, and those that it launched, with a message.
     """
 
     when: Callable[[], str]
+    where: Callable[[], str]
     signal: Callable[[], int | None]
     take_signal: Callable[[int], None]
     last_words: Callable[[str], NoReturn]
@@ -105,7 +107,10 @@ class Watch:
         """Enter the end of a process that this one launched, unless it told its end itself."""
         try:
             if not self._board.has_ended(rank):
-                self._board.claim(Failure(rank, f"{how} {self._host.when()}".rstrip()))
+                here = self._host.where()
+                beside = f" (rank {self._board.rank} at {here})" if here else ""
+                when = f" {self._host.when()}".rstrip()
+                self._board.claim(Failure(rank, f"{how}{when}{beside}"))
         except RuntimeError:
             self._lost = True
 
@@ -117,7 +122,7 @@ class Watch:
         return raised(error, self._board.rank, when=self._host.when())
 
     def _late(self, wait: Wait) -> Failure:
-        what = f"waited {self._timeout_s:g} s in {wait} {self._host.when()}".rstrip()
+        what = f"waited {self._timeout_s:g} s in {wait}{self._place()}"
         return Failure(self._board.rank, "; ".join([what, *self._elsewhere(wait)]), what)
 
     def _elsewhere(self, wait: Wait) -> list[str]:
@@ -210,8 +215,12 @@ class Watch:
     def _doing(self) -> str:
         frame = sys._current_frames().get(self._main or 0)
         wait = wait_of(frame)
-        when = f" {self._host.when()}".rstrip()
-        return f"waits in {wait}{when}" if wait else f"is in {activity(frame)}{when}"
+        place = self._place()
+        return f"waits in {wait}{place}" if wait else f"is in {activity(frame)}{place}"
+
+    def _place(self) -> str:
+        where, when = self._host.where(), f" {self._host.when()}".rstrip()
+        return f"{when} ({where})" if where else when
 
     def _lose_store(self) -> None:
         if not self._lost:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_fold.model.passage import Passage, StageOutput
 from lightning_fold.model.routers import Router
 from lightning_fold.moe import balance
 from lightning_fold.moe.balance import Load, Routed
@@ -36,6 +37,12 @@ class Balance:
         tokens: Which tokens the layers see.
         takes_over: Whether the one loss stands for the model's own: then it is there in evaluation
             too, and `out.aux_loss` has it without the coefficient, as Hugging Face's has.
+        passage: What comes in from the pipeline stage before. Loads travel with the hidden states,
+            and the last stage makes the losses of them: one formula, whatever the stages.
+
+    Attributes:
+        sequence_share: What a mean over the sequences of this forward counts for, over what its
+            loss does; other than 1 where a batch is cut into microbatches.
     """
 
     def __init__(
@@ -46,14 +53,18 @@ class Balance:
         comm: Comm,
         tokens: RunningTokens,
         takes_over: bool = False,
+        passage: Passage | None = None,
     ) -> None:
         self.routers = routers
         self.options = options
         self.comm = comm
         self.tokens = tokens
         self.takes_over = takes_over
+        self.passage = passage
+        self.sequence_share = 1.0
         self._collected: list[tuple[int, Routed]] | None = None
-        # By router, since the last step: counts of this rank, and of all dp ranks.
+        # Since the last step: by router the counts of this rank, by place of the router in the
+        # model those of all dp ranks.
         self._own: dict[int, Tensor] = {}
         self._seen: dict[int, Tensor] = {}
         self._step_hooks: list[Any] = []
@@ -75,7 +86,8 @@ class Balance:
 
     def close_batch(self, optimizer: Optimizer) -> None:
         """Forget the counts of a global batch, whether its step was made or skipped."""
-        if self._owns(optimizer):
+        # A last stage without routers has counted those of the others.
+        if not self.routers or self._owns(optimizer):
             self._forget()
 
     def _owns(self, optimizer: Optimizer) -> bool:
@@ -88,9 +100,12 @@ class Balance:
 
     # One forward.
 
+    def collects(self, core: nn.Module) -> bool:
+        """Whether a forward that begins now makes losses or counts; equal on all ranks."""
+        return (core.training and torch.is_grad_enabled()) or self.takes_over
+
     def _enter(self, core: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        trains = core.training and torch.is_grad_enabled()
-        self._collected = [] if trains or self.takes_over else None
+        self._collected = [] if self.collects(core) else None
         # In the call and not in the user's config, which outlives the run.
         return (args, kwargs | {"output_router_logits": False}) if self.takes_over else None
 
@@ -116,7 +131,7 @@ class Balance:
 
     def _leave(self, core: nn.Module, args: Any, out: Any) -> Any:
         collected, self._collected = self._collected, None
-        if not collected:
+        if collected is None:
             return None
         if self.options.bias_update_rate and core.training:
             self._count(collected)
@@ -124,8 +139,19 @@ class Balance:
             return None
         self._check_graph(core, collected)
         local = [balance.local_load(routed) for _, routed in collected]
-        loads = balance.sum_over_peers(local, self.comm)
-        total, plain = self._losses([number for number, _ in collected], loads)
+        loads = balance.sum_over_peers(local, self.comm) if local else []
+        arrived = None if self.passage is None else self.passage.loads
+        if isinstance(out, StageOutput):
+            flat = [] if arrived is None else [arrived]
+            flat += [balance.packed(load) for load in loads]
+            return out._replace(loads=torch.cat(flat)) if flat else None
+        if arrived is not None and self.passage is not None:
+            rows = 1 if self.tokens.moe is None else self.tokens.moe.num_sequences
+            dtype = loads[0].probs_BE.dtype if loads else balance.PACKED
+            loads = [*balance.unpacked(arrived, self.passage.upstream, rows, dtype), *loads]
+        if not loads:
+            return None
+        total, plain = self._losses(loads)
         return with_losses(out, total, plain if self.takes_over else total)
 
     def _count(self, collected: Sequence[tuple[int, Routed]]) -> None:
@@ -133,11 +159,10 @@ class Balance:
             counts_E = balance.count_routed(routed).sum(0)
             self._own[number] = self._own.get(number, 0) + counts_E
 
-    def _losses(self, numbers: Sequence[int], loads: Sequence[Load]) -> tuple[Tensor, Tensor]:
+    def _losses(self, loads: Sequence[Load]) -> tuple[Tensor, Tensor]:
         """Everything that is added to the loss, with coefficients and without."""
         plain = [
-            (aux.coefficient, self._formula(aux.formula, numbers, loads))
-            for aux in self.options.aux_losses
+            (aux.coefficient, self._formula(aux.formula, loads)) for aux in self.options.aux_losses
         ]
         if self.options.z_loss:
             values = [balance.z_loss(load) for load in loads]
@@ -146,17 +171,18 @@ class Balance:
         assert len(weighted) == len(plain), "a coefficient was not resolved at set-up"
         return torch.stack(weighted).sum(), torch.stack([value for _, value in plain]).sum()
 
-    def _formula(self, name: str, numbers: Sequence[int], loads: Sequence[Load]) -> Tensor:
+    def _formula(self, name: str, loads: Sequence[Load]) -> Tensor:
         if name == "model":
             return balance.model(loads)
         if name == "global_batch":
-            return self._global_batch(numbers, loads)
+            return self._global_batch(loads)
         formula = balance.per_layer if name == "per_layer" else balance.per_sequence
-        return torch.stack([formula(load) for load in loads]).sum()
+        total = torch.stack([formula(load) for load in loads]).sum()
+        return total * self.sequence_share if name == "per_sequence" else total
 
-    def _global_batch(self, numbers: Sequence[int], loads: Sequence[Load]) -> Tensor:
+    def _global_batch(self, loads: Sequence[Load]) -> Tensor:
         values = []
-        for number, load in zip(numbers, loads, strict=True):
+        for number, load in enumerate(loads):
             seen_E = self._seen.get(number)
             before_E = torch.zeros_like(load.counts_BE[0]) if seen_E is None else seen_E
             value, self._seen[number] = balance.global_batch(load, before_E, self.comm)

@@ -6,8 +6,9 @@ rank needs is a DTensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -16,7 +17,10 @@ from lightning_fold.model.adapters import stack_block
 from lightning_fold.model.balance import Balance
 from lightning_fold.model.context import ContextParallel, check_context
 from lightning_fold.model.inspect import ExpertsSpec, ModelParts, find_parts
+from lightning_fold.model.linear import defer_linears
+from lightning_fold.model.passage import Passage
 from lightning_fold.model.recompute import Mode, apply_recompute, check_recompute
+from lightning_fold.model.routers import Router
 from lightning_fold.model.routing import apply_routing, install_balance, plan_routing
 from lightning_fold.model.structure import DecoderParts, check_decoder
 from lightning_fold.model.swap import shared_blocks, swap_experts
@@ -52,6 +56,8 @@ class FoldedModel:
         tokens: Which tokens the layer that runs sees.
         num_local: Parameters that this rank stores.
         num_total: Parameters of the model.
+        watch: Tells what a forward with given arguments would see.
+        passage: What comes in for the pipeline stage that runs; None without pipelines.
         balance: What keeps its experts evenly loaded; None where nothing does.
         added: Names of buffers that the user's model did not have.
     """
@@ -65,6 +71,8 @@ class FoldedModel:
     tokens: RunningTokens
     num_local: int
     num_total: int
+    watch: TokenWatch
+    passage: Passage | None = None
     balance: Balance | None = None
     added: frozenset[str] = frozenset()
 
@@ -72,7 +80,7 @@ class FoldedModel:
         """The block that rank 0 logs at start."""
         groups = "  ".join(
             f"{axis} {list(folding.group_of(0, axis))}"
-            for axis in ("tp", "cp", "dp", "etp", "ep", "edp")
+            for axis in ("pp", "tp", "cp", "dp", "etp", "ep", "edp")
             if len(folding.group_of(0, axis)) > 1
         )
         lines = [
@@ -80,11 +88,30 @@ class FoldedModel:
             f"  groups of rank 0: {groups or 'none'}",
             f"  parameters: {self.num_total:,} in all, {self.num_local:,} stored by rank 0",
         ]
-        num_experts = min(spec.num_experts for spec in self.parts.experts)
+        num_experts = min((spec.num_experts for spec in self.parts.experts), default=1)
         best = doctor.largest_legal_ep(folding.stage_size, num_experts)
         if folding.ep * folding.etp == 1 and best > 1:
             lines.append(f"  expert_parallel_size=1; up to {best} is possible on these ranks")
         return "\n".join(lines)
+
+
+class StageParts(Protocol):
+    """What a cut leaves of a model on this rank."""
+
+    @property
+    def parts(self) -> ModelParts:
+        """Of the stages of this rank."""
+
+    @property
+    def decoder(self) -> DecoderParts | None:
+        """What tensor parallelism shards of them."""
+
+    @property
+    def passage(self) -> Passage:
+        """What comes in for the stage that runs."""
+
+
+Cutter = Callable[[nn.Module, ModelParts, DecoderParts | None, Sequence[Router]], StageParts]
 
 
 def fold_model(
@@ -98,6 +125,7 @@ def fold_model(
     context_method: str = "all_gather",
     activation_checkpointing: Mode = "none",
     frees_after_forward: bool = False,
+    cut: Cutter | None = None,
 ) -> FoldedModel:
     """Fold the model in `module`. Every rank calls it with equal weights, or on meta.
 
@@ -111,6 +139,7 @@ def fold_model(
         context_method: See `FoldedConfig.context_parallel_method`.
         activation_checkpointing: See `FoldedConfig.activation_checkpointing`.
         frees_after_forward: See `params.shard_over_data`.
+        cut: Leaves this rank the parts of its pipeline stages; None where it has all.
 
     Raises:
         ValueError: The model does not fit the mapping.
@@ -125,13 +154,19 @@ def fold_model(
     outside = _beside_core(module, parts)
     num_total = sum(p.numel() for p in module.parameters())
     tokens = RunningTokens()
-    pads = capacity is not None and capacity.pad
-    TokenWatch(tokens, comm, asks_peers=pads).install(parts)
-    shared = shared_blocks(module, parts.shared)
     routing = apply_routing(routing, tokens)
+    own_foldings = experts_foldings(parts, foldings)
+    stage = None if cut is None else cut(module, parts, decoder, routing.routers)
+    if stage is not None:
+        parts, decoder = stage.parts, stage.decoder
+    pads = capacity is not None and capacity.pad
+    watch = TokenWatch(tokens, comm, asks_peers=pads)
+    watch.install(parts)
+    shared = shared_blocks(module, parts.shared)
     comms = {
-        name: Comm(comm.meshes.of(own), comm.telemetry)
-        for name, own in experts_foldings(parts, foldings).items()
+        spec.name: Comm(comm.meshes.of(own_foldings[spec.name]), comm.telemetry)
+        for spec in parts.experts
+        if spec.name in own_foldings
     }
     halved = swap_experts(
         parts.experts,
@@ -143,10 +178,14 @@ def fold_model(
         shared=shared,
     )
     if decoder is not None:
-        TensorParallel(comm).apply(decoder)
+        TensorParallel(comm, tokens).apply(decoder)
     if comm.size("cp") > 1:
         ContextParallel(comm, tokens, context_method).apply(parts)
-    balance = install_balance(routing, parts.core, comm=comm, tokens=tokens)
+    passage = None if stage is None else stage.passage
+    if stage is not None:
+        # Schedules may put weight gradients off; without one that does, nothing changes.
+        defer_linears(parts.core)
+    balance = install_balance(routing, parts, comm=comm, tokens=tokens, passage=passage)
     apply_recompute(parts, activation_checkpointing, tokens)
     families = assign_families(
         [name for name, _ in module.named_parameters()],
@@ -166,6 +205,8 @@ def fold_model(
         tokens=tokens,
         num_local=sum(local_tensor(p).numel() for p in module.parameters()),
         num_total=num_total,
+        watch=watch,
+        passage=passage,
         balance=balance,
         added=routing.adds_bias,
     )
@@ -279,6 +320,14 @@ def _check_outside(module: nn.Module, parts: ModelParts, folding: Folding) -> No
         raise ValueError(
             f"parameters directly on {type(module).__name__} ({', '.join(direct)}) would not be "
             f"averaged over ranks. Move them into a submodule, for example self.{parts.core_name}."
+        )
+    if folding.pp > 1 and _beside_core(module, parts):
+        name = next(n for n, c in module.named_children() if c is _beside_core(module, parts)[0])
+        raise ValueError(
+            f"self.{name} has parameters outside self.{parts.core_name}; under "
+            f"pipeline_parallel_size={folding.pp} the stages divide self.{parts.core_name}, and "
+            f"nothing says which of them has self.{name}. Move it into self.{parts.core_name}, or "
+            "change `pipeline_parallel_size` to 1."
         )
     shared = folding.tp * folding.cp
     if shared > 1 and _beside_core(module, parts):

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
+from fold_kernels.weight_store import active_store, deferring
 from lightning_fold.model.inspect import ModelParts
 from lightning_fold.moe.layer import FoldedExperts
 from lightning_fold.moe.tokens import RunningTokens
@@ -109,11 +110,12 @@ def _repeated(layer: nn.Module, tokens: RunningTokens) -> Callable[..., Any]:
         inner = own or functools.partial(type(layer).forward, layer)
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        layouts = tokens.attention, tokens.moe
+        layouts, store = (tokens.attention, tokens.moe), active_store()
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            # Hooks do not run again, and other forwards may have run since.
-            with _layouts(tokens, layouts):
+            # Hooks do not run again, and other forwards may have run since. With the same store,
+            # operations keep the same tensors for backward.
+            with _layouts(tokens, layouts), deferring(store):
                 return inner(*args, **kwargs)
 
         kept: Kept = []

@@ -17,6 +17,7 @@ from torch import nn
 from lightning_fold.model.balance import Balance
 from lightning_fold.model.folded_router import plan_decision, replace_decision
 from lightning_fold.model.inspect import ModelParts
+from lightning_fold.model.passage import Passage
 from lightning_fold.model.routers import BIAS_NAMES, Router, find_routers
 from lightning_fold.moe.tokens import RunningTokens
 from lightning_fold.router_options import AuxLoss, RouterOptions
@@ -61,7 +62,7 @@ def plan_routing(
             "experts twice. Set config.output_router_logits=False; its formula is {'formula': "
             "'model'}.  Change `router_options`."
         )
-    takes_over = own and folding.tp * folding.cp > 1
+    takes_over = own and folding.tp * folding.cp * folding.pp > 1
     if takes_over:
         _check_taken_over(parts.core, folding)
         options = replace(options, aux_losses=(AuxLoss("model"),))
@@ -88,15 +89,34 @@ def apply_routing(plan: RoutingPlan, tokens: RunningTokens) -> RoutingPlan:
 
 
 def install_balance(
-    plan: RoutingPlan, core: nn.Module, *, comm: Comm, tokens: RunningTokens
+    plan: RoutingPlan,
+    parts: ModelParts,
+    *,
+    comm: Comm,
+    tokens: RunningTokens,
+    passage: Passage | None = None,
 ) -> Balance | None:
-    """Hook what balances the experts; None where nothing does. See `Balance.install`."""
+    """Hook what balances the experts; None where nothing does. See `Balance.install`.
+
+    Args:
+        plan: For the whole model.
+        parts: Those of this rank.
+        comm: Collectives.
+        tokens: Which tokens the layers see.
+        passage: What comes in from the pipeline stage before; None where there is none.
+    """
     if not (plan.options.balances or plan.options.bias_update_rate):
         return None
+    layers = tuple(f"{name}." for name, _ in parts.layers)
     balance = Balance(
-        plan.routers, plan.options, comm=comm, tokens=tokens, takes_over=plan.takes_over
+        [router for router in plan.routers if router.name.startswith(layers)],
+        plan.options,
+        comm=comm,
+        tokens=tokens,
+        takes_over=plan.takes_over,
+        passage=passage,
     )
-    balance.install(core)
+    balance.install(parts.core)
     return balance
 
 
@@ -104,7 +124,7 @@ def _needed_for(options: RouterOptions, takes_over: bool) -> str | None:
     if options.router != "model":
         return f"router={options.router!r}"
     if takes_over:
-        return "config.output_router_logits=True under tp*cp > 1"
+        return "config.output_router_logits=True under tp*cp*pp > 1"
     if options.balances:
         return "aux_losses and z_loss"
     return "bias_update_rate" if options.bias_update_rate else None
@@ -127,11 +147,11 @@ def _with_coefficients(options: RouterOptions, core: Any) -> tuple[AuxLoss, ...]
 def _check_taken_over(core: Any, folding: Folding) -> None:
     if getattr(core.config, "router_aux_loss_coef", None) is None:
         raise ValueError(
-            f"config.output_router_logits=True cannot be served under tp*cp = {folding.tp}*"
-            f"{folding.cp}: layers see a slice of every sequence, and the config of "
+            f"config.output_router_logits=True cannot be served under tp*cp*pp = {folding.tp}*"
+            f"{folding.cp}*{folding.pp}: no rank sees all layers and tokens, and the config of "
             f"{type(core).__name__} has no `router_aux_loss_coef` that would make a loss of it. "
-            "Set config.output_router_logits=False.  Change `tensor_parallel_size` or "
-            "`context_parallel_size`."
+            "Set config.output_router_logits=False.  Change `tensor_parallel_size`, "
+            "`context_parallel_size` or `pipeline_parallel_size`."
         )
 
 
@@ -147,8 +167,9 @@ def _check_balance(routers: Sequence[Router], options: RouterOptions, takes_over
         if takes_over and router.spec.scores != "softmax":
             raise ValueError(
                 f"{router.name} routes by {router.spec.scores}, and the model's own aux loss by "
-                "softmax: under tp*cp > 1 it cannot be had. Set config.output_router_logits=False "
-                "and `router_options` {'aux_losses': [{'formula': 'model'}]}."
+                "softmax: under tp*cp*pp > 1 it cannot be had. Set "
+                "config.output_router_logits=False and `router_options` {'aux_losses': "
+                "[{'formula': 'model'}]}."
             )
         if not options.bias_update_rate:
             continue

@@ -52,7 +52,9 @@ def _note_parameters(unit: nn.Module, sentinel: Sentinel, used: Sequence[Watched
 
 
 def _note_batch(sentinel: Sentinel, folded: FoldedModel, module: nn.Module, args: Any) -> None:
-    layout = folded.tokens.attention
+    layout, passage = folded.tokens.attention, folded.passage
+    if passage is not None and passage.stage != passage.first:
+        return  # A rank with several pipeline stages calls its core once for each.
     if _is_seen(sentinel) and layout is not None:
         sentinel.saw_batch(layout.num_sequences * layout.length)
 

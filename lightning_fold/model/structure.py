@@ -41,14 +41,18 @@ class LayerParts:
 
 @dataclass(frozen=True)
 class DecoderParts:
-    """The pieces that tensor parallelism shards, and the core that the user's step calls."""
+    """The pieces that tensor parallelism shards, and the core that the user's step calls.
+
+    A pipeline stage has some of them alone; `starts` tells whether layer 0 is among its layers.
+    """
 
     core: nn.Module
     base: nn.Module
-    embed_tokens: nn.Embedding
+    embed_tokens: nn.Embedding | None
     layers: tuple[LayerParts, ...]
-    norm: nn.Module
+    norm: nn.Module | None
     lm_head: nn.Linear | None
+    starts: bool = True
 
 
 def check_decoder(parts: ModelParts, folding: Folding) -> DecoderParts:
@@ -176,9 +180,9 @@ def _check_nothing_outside(parts: ModelParts, decoder: DecoderParts) -> None:
 
 
 def _known(decoder: DecoderParts) -> Iterator[nn.Module]:
-    yield from (decoder.embed_tokens, decoder.norm, *(layer.module for layer in decoder.layers))
-    if decoder.lm_head is not None:
-        yield decoder.lm_head
+    ends = (decoder.embed_tokens, decoder.norm, decoder.lm_head)
+    yield from (module for module in ends if module is not None)
+    yield from (layer.module for layer in decoder.layers)
 
 
 def _check_outputs(core: nn.Module) -> None:

@@ -28,9 +28,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from lightning_fold.model.linear import apply_linear
 from lightning_fold.model.structure import SLICED_OUTPUTS, DecoderParts
 from lightning_fold.model.swap import shard_parameter
 from lightning_fold.model.token_rng import has_randomness, per_rank_rng
+from lightning_fold.moe.tokens import RunningTokens
 from lightning_fold.params import local_tensor
 from lightning_fold.topology.comm import (
     Comm,
@@ -68,8 +70,9 @@ class SequenceSplit:
 class TensorParallel:
     """Applies the plan to one decoder; every rank of tp calls it with equal weights."""
 
-    def __init__(self, comm: Comm) -> None:
+    def __init__(self, comm: Comm, tokens: RunningTokens) -> None:
         self.comm = comm
+        self.tokens = tokens
         self.split = SequenceSplit(0, comm.size("tp"))
         # One DTensor a parameter, so that tied weights stay tied.
         self.sharded: dict[nn.Parameter, nn.Parameter] = {}
@@ -83,12 +86,16 @@ class TensorParallel:
                 self._dense_mlp(layer.dense_mlp)
             if randomness:
                 layer.module.forward = per_rank_rng(layer.module, self.comm.rank("tp"))
-        self._embedding(parts.embed_tokens)
+        if parts.embed_tokens is not None:
+            self._embedding(parts.embed_tokens)
         if parts.lm_head is not None:
             self._head(parts.lm_head)
         parts.core.register_forward_pre_hook(_refuse_sliced_outputs, with_kwargs=True)
-        parts.layers[0].module.register_forward_pre_hook(self._enter_layers, with_kwargs=True)
-        parts.norm.register_forward_hook(self._leave_layers)
+        if parts.starts:
+            first = parts.layers[0].module
+            first.register_forward_pre_hook(self._enter_layers, with_kwargs=True)
+        if parts.norm is not None:
+            parts.norm.register_forward_hook(self._leave_layers)
 
     # The borders of the region in which a rank owns its tokens.
 
@@ -99,6 +106,9 @@ class TensorParallel:
         return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
 
     def _leave_layers(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        if self.tokens.attention is not None:
+            # No layer has written it where a pipeline stage has none.
+            self.split.length = self.tokens.attention.places_s.shape[0]
         return self._along(1, gather_replicated, out, self.split.sizes)
 
     def _along(self, dim: int, function: RowFunction, x: Tensor, sizes: list[int]) -> Tensor:
@@ -146,7 +156,7 @@ class TensorParallel:
     def _column(self, linear: Any) -> None:
         """Output features sharded, the bias with them."""
         self._shard(linear, weight=COLUMN, bias=COLUMN)
-        linear.forward = lambda x: F.linear(
+        linear.forward = lambda x: apply_linear(
             x, local_tensor(linear.weight), local_or_none(linear.bias)
         )
 
@@ -155,7 +165,7 @@ class TensorParallel:
         self._shard(linear, weight=ROW, bias=None)
 
         def forward(x: Tensor) -> Tensor:
-            partial = F.linear(x, local_tensor(linear.weight))
+            partial = apply_linear(x, local_tensor(linear.weight))
             sizes = SequenceSplit(x.shape[1], self.split.parts).sizes
             out = self._along(1, reduce_scatter_rows, partial, sizes)
             return out if linear.bias is None else out + linear.bias.to(out.dtype)
@@ -185,7 +195,7 @@ class TensorParallel:
 
         def forward(hidden: Tensor) -> Tensor:
             hidden = sum_gradient_over(hidden, self.comm, "tp")
-            logits = F.linear(hidden, local_tensor(head.weight), local_or_none(head.bias))
+            logits = apply_linear(hidden, local_tensor(head.weight), local_or_none(head.bias))
             return self._along(-1, gather_replicated, logits, sizes)
 
         head.forward = forward
@@ -224,7 +234,7 @@ def local_or_none(param: Any) -> Tensor | None:
 def _use_rows(linear: Any, rows: slice) -> None:
     def forward(x: Tensor) -> Tensor:
         bias = None if linear.bias is None else linear.bias[rows]
-        return F.linear(x, linear.weight[rows], bias)
+        return apply_linear(x, linear.weight[rows], bias)
 
     linear.forward = forward
 

@@ -50,9 +50,13 @@ class TokenWatch:
         for _, layer in parts.layers:
             layer.register_forward_pre_hook(self._enter_layer, with_kwargs=True)
 
-    def _enter_core(self, core: nn.Module, args: Any, kwargs: Any) -> None:
+    def layouts_of(self, core: nn.Module, args: Any, kwargs: Any) -> Layouts:
+        """What attention and the rest of a layer would see in a call of `core`. Local."""
         layout = layout_of(named_arguments(core, args, kwargs), self.comm)
-        part = self._tp_part(layout)
+        return layout, self._tp_part(layout)
+
+    def _enter_core(self, core: nn.Module, args: Any, kwargs: Any) -> None:
+        layout, part = self.layouts_of(core, args, kwargs)
         if self.asks_peers and part is not None:
             part = replace(part, peers=ask_peers(part, self.comm))
         self._latest = (layout, part)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lightning_fold.checkpoint.initial import find_initial, load_initial
+from lightning_fold.checkpoint.stages import Stages
 from lightning_fold.model.fold import FoldedModel
 from lightning_fold.model.materialise import Draw, Skeleton, materialise
 
@@ -56,14 +57,19 @@ def starts_on_meta(module: nn.Module, *, meta_init: bool, path: str | None) -> b
 
 
 def fold_with_weights(
-    module: nn.Module, fold: Callable[[], FoldedModel], *, source: WeightSource
+    module: nn.Module,
+    fold: Callable[[], FoldedModel],
+    *,
+    source: WeightSource,
+    stages: Callable[[], Stages | None] = lambda: None,
 ) -> FoldedModel:
-    """Fold `module` and give every shard its values. Collective where `fold` is.
+    """Fold `module` and give every shard its values. Collective where `fold` is, and over pp.
 
     Args:
         module: The LightningModule, in its final dtypes.
         fold: Folds it, on meta if `source.on_meta`.
         source: Where the values come from.
+        stages: This rank's place among the stages that folding has cut the model into.
 
     Raises:
         ValueError: The model does not fit the mapping, the file does not fit the model, or
@@ -72,7 +78,13 @@ def fold_with_weights(
     skeleton = Skeleton(module) if source.on_meta else None
     folded = fold()
     halved, path = folded.halved, source.path
-    match = partial(find_initial, core=folded.parts.core_name, halved=halved, added=folded.added)
+    match = partial(
+        find_initial,
+        core=folded.parts.core_name,
+        halved=halved,
+        added=folded.added,
+        stages=stages(),
+    )
     weights = None if path is None else match(path, module)
     if skeleton is not None:
         given = weights.covered if weights else frozenset()

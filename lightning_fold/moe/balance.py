@@ -31,6 +31,10 @@ PEERS = ("tp", "cp")
 """Axes over which the tokens of a sequence are spread."""
 
 
+PACKED = torch.float64
+"""What loads travel in: counts stay exact, and each layer may have scores of its own dtype."""
+
+
 @dataclass(frozen=True)
 class Routed:
     """What one router said of the local tokens.
@@ -137,6 +141,30 @@ def sum_over_peers(loads: Sequence[Load], comm: Comm) -> list[Load]:
             loads, counts.split(sizes), probs, squares.unbind(), strict=True
         )
     ]
+
+
+def packed(load: Load) -> Tensor:
+    """A load as flat numbers, fp64 [2*B*E + 1], that travel with their gradient between stages."""
+    parts = (load.counts_BE, load.probs_BE, load.squares)
+    return torch.cat([part.flatten().to(PACKED) for part in parts])
+
+
+def unpacked(
+    flat: Tensor, kinds: Sequence[tuple[int, int]], rows: int, dtype: torch.dtype
+) -> list[Load]:
+    """Loads out of several packed ones, one for each (E, K) of `kinds`, of `rows` sequences."""
+    loads = []
+    for part, (width, top_k) in zip(flat.split(packed_sizes(kinds, rows)), kinds, strict=True):
+        counts, probs, squares = part.split([rows * width, rows * width, 1])
+        counts_BE = counts.detach().round().long().view(rows, width)
+        probs_BE = probs.to(dtype).view(rows, width)
+        loads.append(Load(counts_BE, probs_BE, squares[0].to(dtype), top_k))
+    return loads
+
+
+def packed_sizes(kinds: Sequence[tuple[int, int]], rows: int) -> list[int]:
+    """Elements of packed loads of `rows` sequences."""
+    return [2 * rows * width + 1 for width, _ in kinds]
 
 
 def per_sequence(load: Load) -> Tensor:

@@ -8,7 +8,7 @@ every rank its own norm otherwise.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 import torch.distributed as dist
@@ -38,14 +38,24 @@ def gradient_norm(params: Iterable[nn.Parameter], *, device: torch.device) -> Te
 
 
 def clip_by_norm(
-    params: Iterable[nn.Parameter], max_norm: float, *, device: torch.device
+    params: Iterable[nn.Parameter],
+    max_norm: float,
+    *,
+    device: torch.device,
+    twins: Collection[int] = (),
 ) -> Tensor:
     """Scale all gradients so that their norm is at most `max_norm`; return the norm before.
 
     Collective over all ranks.
+
+    Args:
+        params: This rank's parameters.
+        max_norm: The bound.
+        device: Device of the result.
+        twins: Ids of parameters whose gradient another pipeline stage holds, and counts, too.
     """
     params = list(params)
-    norm = gradient_norm(params, device=device)
+    norm = gradient_norm([p for p in params if id(p) not in twins], device=device)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for param in params:
         if param.grad is not None:

@@ -15,6 +15,7 @@ tells users to import them from there.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -102,6 +103,32 @@ def reshard(modules: Iterable[FSDPModule]) -> None:
     """
     for module in modules:
         module.reshard()
+
+
+def hold_back(roots: Iterable[FSDPModule]) -> None:
+    """Keep parameters gathered and gradients local until `reduce_held`: many backwards follow."""
+    for root in roots:
+        root.set_is_last_backward(False)
+        root.set_reshard_after_backward(False)
+        root.set_requires_gradient_sync(False)
+
+
+def reduce_held(roots: Iterable[FSDPModule]) -> None:
+    """Reduce the gradients of all backwards since `hold_back`, once, and return to shards.
+
+    Collective over the stage. No backward is there to do it in, and weight gradients may have come
+    after the last one; torch's own pipelines do it by the same private calls
+    (`_PipelineStageBase.perform_reduce_grad`).
+    """
+    for root in roots:
+        root.set_is_last_backward(True)
+        root.set_reshard_after_backward(True)
+        root.set_requires_gradient_sync(True)
+        state: Any = fully_shard.state(root)  # type: ignore[attr-defined]
+        for inner in state._state_ctx.all_states:
+            for group in inner._fsdp_param_groups:
+                group.post_backward()
+        state._root_post_backward_final_callback()
 
 
 def _mesh_infos(meshes: Iterable[DeviceMesh]) -> dict[int, FSDPMeshInfo]:

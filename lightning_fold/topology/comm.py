@@ -50,12 +50,17 @@ class Pending:
         return self._out if self._last is None else self._last(self._out)
 
 
-class _Works(tuple[Any, ...]):
+class Works(tuple[Any, ...]):
     """Handles of several messages, waited for as one."""
 
     def wait(self) -> None:
+        """Wait for all of them."""
         for work in self:
             work.wait()
+
+    def is_completed(self) -> bool:
+        """Whether all have arrived."""
+        return all(work.is_completed() for work in self)
 
 
 class Comm:
@@ -199,8 +204,39 @@ class Comm:
             if tensor.numel()
         ]
         self._count(axis, "shift", x)
-        works = _Works(dist.batch_isend_irecv(ops) if ops else ())
+        works = Works(dist.batch_isend_irecv(ops) if ops else ())
         return Pending(received, works, sent=x)
+
+    def start_send(self, tensors: Sequence[Tensor], *, to: int, axis: str) -> Works:
+        """Begin to send contiguous `tensors` to the rank `to` of `axis`, which receives as many.
+
+        They stay unchanged until the returned handle says so. Messages between two ranks arrive in
+        the order in which both sides name them.
+        """
+        for tensor in tensors:
+            self._count(axis, "send", tensor)
+        return self._messages(dist.isend, tensors, to, axis)
+
+    def start_receive(self, buffers: Sequence[Tensor], *, source: int, axis: str) -> Works:
+        """Begin to receive into `buffers` what the rank `source` of `axis` sends."""
+        return self._messages(dist.irecv, buffers, source, axis)
+
+    def swap(self, own: Tensor, theirs: Tensor, *, peer: int, axis: str) -> None:
+        """Send `own` to the rank `peer` of `axis` and receive `theirs` from it. Both call it."""
+        group = self.meshes.group(axis)
+        other = dist.get_global_rank(group, peer)
+        self._count(axis, "swap", own)
+        ops = [
+            dist.P2POp(dist.isend, own.contiguous(), other, group),
+            dist.P2POp(dist.irecv, theirs, other, group),
+        ]
+        Works(dist.batch_isend_irecv(ops)).wait()
+
+    def _messages(self, move: Any, tensors: Sequence[Tensor], rank: int, axis: str) -> Works:
+        group = self.meshes.group(axis)
+        peer = dist.get_global_rank(group, rank)
+        ops = [dist.P2POp(move, tensor, peer, group) for tensor in tensors if tensor.numel()]
+        return Works(dist.batch_isend_irecv(ops) if ops else ())
 
     def _count(self, axis: str, operation: str, x: Tensor) -> None:
         if self.telemetry.wants(CollectiveBytes):

@@ -27,11 +27,15 @@ def sync_module_states(module: nn.Module) -> None:
     sync_buffers(module)
 
 
-def sync_buffers(module: nn.Module) -> None:
-    """Copy rank 0's buffers to all ranks: those of a model without whole parameters. Collective."""
+def sync_buffers(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Copy the first rank's buffers to all ranks: those of a model without whole parameters.
+
+    Collective over `group`, whose ranks hold the same buffers; None is all ranks.
+    """
+    source = 0 if group is None else dist.get_global_rank(group, 0)
     with torch.no_grad():
         for buffer in module.buffers():
-            dist.broadcast(buffer.data, src=0)
+            dist.broadcast(buffer.data, src=source, group=group)
 
 
 def seed_token_owners(comm: Comm) -> None:

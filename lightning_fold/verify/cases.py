@@ -17,7 +17,7 @@ from torch import Tensor, nn
 # Shapes.  B sequences   S tokens of a sequence   T tokens = B*S   K top-k
 
 VOCABULARY, LENGTHS, SEQUENCES = 101, (13, 16, 11), 2
-SHORT, MANY = (3, 2, 5), 6
+SHORT, MANY, ROWS = (3, 2, 5), 6, 10
 STEPS, ACCUMULATE, LEARNING_RATE, CLIP = 3, 2, 0.2, 0.5
 # Labels set to -100 beside the padding, by dp rank: ranks of one step then differ in labels too.
 IGNORED = (1, 1, 2, 2, 4, 3, 4, 6)
@@ -90,12 +90,15 @@ _DEEPSEEK = {
 }
 _AUX = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 _TIED = {"tie_word_embeddings": True}
+# A layer for each of the stages of four ranks with two stages.
+_EIGHT_LAYERS = {"num_hidden_layers": 8, "mlp_only_layers": [1, 4]}
 
 MODELS: Mapping[str, ModelCase] = {
     "decoder": ModelCase("decoder", _DENSE_AND_MOE),
     "decoder-shared-bias": ModelCase("decoder", _DENSE_AND_MOE | _SHARED),
     "decoder-tied": ModelCase("decoder", _DENSE_AND_MOE | _TIED),
     "decoder-groups": ModelCase("decoder", _DENSE_AND_MOE | _GROUPS),
+    "decoder-deep": ModelCase("decoder", _DENSE_AND_MOE | _EIGHT_LAYERS),
     "mixtral": ModelCase("mixtral", _MIXTRAL),
     "mixtral-aux": ModelCase("mixtral", _MIXTRAL | _AUX),
     "deepseek_v3": ModelCase("deepseek_v3", _DEEPSEEK),
@@ -126,11 +129,13 @@ def sub_batch(index: int, dp_rank: int, kind: str = "padded") -> dict[str, Tenso
     Args:
         index: Of the step.
         dp_rank: Coordinate on dp.
-        kind: "padded"; "packed", documents of one row told by positions alone; or "short",
-            sequences of fewer tokens than some cp has ranks.
+        kind: "padded"; "packed", documents of one row told by positions alone; "short",
+            sequences of fewer tokens than some cp has ranks; or "rows", enough of them to be cut
+            into microbatches, no two of which have as many targets.
     """
     generator = torch.Generator().manual_seed(1000 * index + dp_rank)
-    lengths, sequences = (SHORT, MANY) if kind == "short" else (LENGTHS, SEQUENCES)
+    lengths = SHORT if kind == "short" else LENGTHS
+    sequences = {"short": MANY, "rows": ROWS}.get(kind, SEQUENCES)
     length = lengths[(index + dp_rank) % len(lengths)]
     ids = torch.randint(0, VOCABULARY, (sequences, length), generator=generator)
     if kind == "packed":
@@ -139,6 +144,8 @@ def sub_batch(index: int, dp_rank: int, kind: str = "padded") -> dict[str, Tenso
         # A query that sees padding alone, beside sequences without any.
         mask = torch.ones_like(ids).index_put_((torch.tensor(0), torch.tensor(0)), torch.tensor(0))
         return {"input_ids": ids, "attention_mask": mask, "labels": ids}
+    if kind == "rows":
+        return _many_rows(ids, index, dp_rank)
     mask = torch.ones_like(ids)
     right, left = dp_rank % 4, dp_rank // 4 * 4 + index % 2
     mask[0, length - right :] = 0
@@ -155,6 +162,19 @@ def _packed(ids: Tensor, dp_rank: int) -> dict[str, Tensor]:
         for start in starts:
             positions[row, start:] = torch.arange(ids.shape[1] - start)
     return {"input_ids": ids, "position_ids": positions, "labels": ids}
+
+
+def _many_rows(ids: Tensor, index: int, dp_rank: int) -> dict[str, Tensor]:
+    """Rows padded on either side, with targets that begin late, and in some steps a row without."""
+    rows = torch.arange(ids.shape[0]).unsqueeze(1)
+    places = torch.arange(ids.shape[1]).unsqueeze(0)
+    left = torch.where(rows % 4 == 3, 1 + (index + dp_rank) % 3, 0)
+    valid = (places >= left) & (places < ids.shape[1] - (rows * 3 + dp_rank) % 5)
+    targets = valid & (places > left + (rows * rows + 2 * dp_rank) % 6 + dp_rank // 3)
+    if (index + dp_rank) % 3 == 1:
+        targets[dp_rank % ids.shape[0]] = False
+    labels = ids.masked_fill(~targets, -100)
+    return {"input_ids": ids, "attention_mask": valid.long(), "labels": labels}
 
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -176,19 +196,21 @@ class RoutingTap:
         for name, module in model.named_modules():
             # Routers of all these models return (logits, weights, index).
             if name.endswith("mlp.gate"):
-                log: list[Tensor] = []
-                self.decisions.append(log)
-                module.register_forward_hook(partial(self._note, log))
+                module.register_forward_hook(partial(self._see, len(self.decisions)))
+                self.decisions.append([])
 
-    @staticmethod
-    def _note(log: list[Tensor], module: nn.Module, args: Any, out: Any) -> None:
+    def note(self, layer: int, index_TK: Tensor) -> None:
+        """Keep one decision."""
+        self.decisions[layer].append(index_TK)
+
+    def _see(self, layer: int, module: nn.Module, args: Any, out: Any) -> None:
         # A layer that backward repeats decides nothing new.
         if torch._C._current_graph_task_id() == -1:
-            log.append(out[2].detach().clone())
+            self.note(layer, out[2].detach().clone())
 
 
 def _build_decoder(case: ModelCase, decoder: Any) -> nn.Module:
-    model: nn.Module = decoder.Decoder(decoder.DecoderConfig(**_SIZES, **case.options))
+    model: nn.Module = decoder.Decoder(decoder.DecoderConfig(**{**_SIZES, **case.options}))
     return model
 
 

@@ -171,8 +171,7 @@ def _checks(
     norms: Mapping[str, float],
 ) -> Iterable[Check]:
     first, limit = ranks[0], tolerance_of(case)
-    owners = [rank for rank in ranks if rank["coordinates"]["tp"] == rank["coordinates"]["cp"] == 0]
-    yield _names(first, reference)
+    yield _names(ranks, reference)
     yield _routing(ranks, reference, case.folding.dp)
     logits = _interleaved([_whole_logits(ranks, rank) for rank in range(case.folding.dp)])
     yield _worst("logits", _numbered(logits), _numbered(reference["logits"]), limit.tensors)
@@ -186,25 +185,31 @@ def _checks(
     yield _worst("weights", first["weights"], reference["weights"], limit.tensors)
     if reference["buffers"]:
         yield _buffers(ranks, reference["buffers"])
-    losses = _interleaved([owner["losses"] for owner in owners])
-    yield _worst("loss", _numbered(losses), _numbered(reference["losses"]), limit.loss)
+    yield _losses(ranks, reference["losses"], limit.loss)
 
 
-def _names(first: dict[str, Any], reference: dict[str, Any]) -> Check:
-    """Parameters with a gradient, parameters, and their families."""
-    expected = {name: family_of(name) for name in reference["weights"]}
-    families = first["families"]
+def _names(ranks: Sequence[dict[str, Any]], reference: dict[str, Any]) -> Check:
+    """Parameters with a gradient, parameters, and their families, those of all stages together."""
+    first, expected = ranks[0], {name: family_of(name) for name in reference["weights"]}
+    told = {(name, family) for rank in ranks for name, family in rank["families"].items()}
     wrong = set(first["weights"]) ^ set(expected) | set(first["grads"]) ^ set(reference["grads"])
-    wrong |= {name for name in expected if families.get(name) != expected[name]}
+    wrong |= {name for name, _ in told ^ set(expected.items())}
     return Check("names", len(wrong), 0, ", ".join(sorted(wrong)[:3]))
 
 
 def _routing(ranks: Sequence[dict[str, Any]], reference: dict[str, Any], dp: int) -> Check:
-    """Differing decisions; each rank has noted which places of the sequences it saw."""
+    """Differing decisions; each rank has noted which places of the sequences it saw.
+
+    A layer that two stages have run differs by all that it has decided.
+    """
     wrong = 0
     for layer, expected in enumerate(reference["routing"]):
+        holders = [rank for rank in ranks if rank["routing"][layer]]
+        if len({rank["coordinates"]["pp"] for rank in holders}) != 1:
+            wrong += sum(index.numel() for index in expected)
+            continue
         owners = [
-            _join_decisions([r for r in ranks if r["coordinates"]["dp"] == dp_rank], layer)
+            _join_decisions([r for r in holders if r["coordinates"]["dp"] == dp_rank], layer)
             for dp_rank in range(dp)
         ]
         actual = _interleaved(owners)
@@ -215,10 +220,15 @@ def _routing(ranks: Sequence[dict[str, Any]], reference: dict[str, Any], dp: int
 
 
 def _buffers(ranks: Sequence[dict[str, Any]], expected: Mapping[str, Tensor]) -> Check:
-    """Every rank has the whole of them, equal to the last bit."""
+    """Every rank of the stages that have one has the whole of it, equal to the last bit."""
     numbered = list(enumerate(ranks))
     own = {f"{n} on rank {r}": b for r, rank in numbered for n, b in rank["buffers"].items()}
-    wanted = {f"{n} on rank {r}": b for r, _ in numbered for n, b in expected.items()}
+    wanted = {}
+    for name, buffer in expected.items():
+        stages = {rank["coordinates"]["pp"] for rank in ranks if name in rank["buffers"]}
+        for r, rank in numbered:
+            if not stages or rank["coordinates"]["pp"] in stages:
+                wanted[f"{name} on rank {r}"] = buffer
     return _worst("buffers", own, wanted, 0.0)
 
 
@@ -235,13 +245,29 @@ def _join_decisions(peers: Sequence[dict[str, Any]], layer: int) -> list[Tensor]
 
 
 def _whole_logits(ranks: Sequence[dict[str, Any]], dp_rank: int) -> list[Tensor]:
-    """Logits [B, S, V] of every forward; tp peers have the same."""
-    peers = [r for r in ranks if (r["coordinates"]["dp"], r["coordinates"]["tp"]) == (dp_rank, 0)]
+    """Logits [B, S, V] of every batch, from the stage that has them; tp peers have the same."""
+    peers = [
+        rank
+        for rank in ranks
+        if (rank["coordinates"]["dp"], rank["coordinates"]["tp"]) == (dp_rank, 0) and rank["logits"]
+    ]
     forwards = range(len(peers[0]["logits"]))
     return [
         _in_order([p["logits"][i] for p in peers], [p["logit_places"][i] for p in peers])
         for i in forwards
     ]
+
+
+def _losses(ranks: Sequence[dict[str, Any]], expected: Sequence[Any], tolerance: float) -> Check:
+    """The loss of every batch, on every stage."""
+    actual: dict[str, Tensor] = {}
+    wanted: dict[str, Tensor] = {}
+    for stage in sorted({rank["coordinates"]["pp"] for rank in ranks}):
+        place = {"pp": stage, "tp": 0, "cp": 0}
+        owners = [r["losses"] for r in ranks if place.items() <= r["coordinates"].items()]
+        actual |= {f"{i} on stage {stage}": x for i, x in _numbered(_interleaved(owners)).items()}
+        wanted |= {f"{i} on stage {stage}": x for i, x in _numbered(expected).items()}
+    return _worst("loss", actual, wanted, tolerance)
 
 
 def _in_order(parts: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:

@@ -1,19 +1,23 @@
 """One case through a real Trainer, on every rank: an ordinary LightningModule and what it records.
 
 Owns the LightningModule and the recording callback. Knows no reference and no tolerance. Every rank
-saves its own routing decisions, losses and logits; rank 0 also whole gradients and weights.
+saves its own routing decisions, losses and logits; rank 0 also whole gradients and weights. What a
+pipeline computes by microbatches is saved by batches.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import warnings
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_fold.model import decoder
@@ -23,38 +27,73 @@ from lightning_fold.verify.features import FEATURES
 from lightning_fold.verify.plan import Case
 
 
+class BatchTap(cases.RoutingTap):
+    """Routing decisions of whole batches, whose microbatches each stage runs in its own order.
+
+    Args:
+        model: Its routers are watched.
+        strategy: Tells what runs.
+
+    Attributes:
+        batch: Number of the batch that runs.
+        places: By batch, place in its sequence of each token that the MoE layers saw.
+    """
+
+    def __init__(self, model: nn.Module, strategy: Callable[[], FoldedMoEStrategy]) -> None:
+        super().__init__(model)
+        self.strategy = strategy
+        self.batch = 0
+        self.places: dict[int, Tensor] = {}
+        self._parts: defaultdict[int, list[tuple[int, int, Tensor]]] = defaultdict(list)
+
+    def note(self, layer: int, index_TK: Tensor) -> None:
+        """Keep one decision, with the microbatch that it is of."""
+        strategy = self.strategy()
+        assert strategy.tokens.moe is not None
+        self.places[self.batch] = strategy.tokens.moe.places_s
+        where = strategy.pipeline.executor.where if strategy.pipeline else "microbatch 0"
+        microbatch = re.search(r"microbatch (\d+)", where)
+        assert microbatch is not None, f"a router runs outside of a schedule: {where!r}"
+        self._parts[layer].append((self.batch, int(microbatch[1]), index_TK))
+
+    def of_batches(self) -> list[list[Tensor]]:
+        """By layer, the decisions [T, K] of every batch; none for a layer of another stage."""
+        found = []
+        for layer in range(len(self.decisions)):
+            batches: defaultdict[int, list[Tensor]] = defaultdict(list)
+            for batch, _, index_TK in sorted(self._parts[layer], key=lambda part: part[:2]):
+                batches[batch].append(index_TK)
+            found.append([torch.cat(parts) for parts in batches.values()])
+        return found
+
+
 class CaseModule(pl.LightningModule):
     """What any user writes: a model, a step, an optimizer, a loader.
 
     Attributes:
-        losses: Loss of every step.
-        logits: Logits of every step, of this cp rank's places.
-        places: Place in its sequence of each token that the MoE layers of this rank saw.
-        logit_places: The same of `logits`.
+        tap: Routing decisions of this rank.
+        logits: By batch, logits of this cp rank's places; one tensor for each microbatch.
+        logit_places: By batch, places of `logits`.
     """
 
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.dp = case.folding.dp
         self.model = cases.build_model(case.model, decoder=decoder)
-        self.tap = cases.RoutingTap(self.model)
-        self.losses: list[Tensor] = []
-        self.logits: list[Tensor] = []
-        self.places: list[Tensor] = []
-        self.logit_places: list[Tensor] = []
+        self.tap = BatchTap(self.model, lambda: _strategy(self.trainer))
+        self.logits: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self.logit_places: dict[int, Tensor] = {}
         self.batch = case.batch
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """The loss of the model."""
+        """The loss of the model; in a pipeline, one microbatch's."""
+        self.tap.batch = batch_idx
         out = self.model(**batch)
         self.log("loss", out.loss)
-        self.losses.append(out.loss.detach().clone())
-        self.logits.append(out.logits.detach().clone())
+        self.logits[batch_idx].append(out.logits.detach().clone())
         tokens = _strategy(self.trainer).tokens
         assert tokens.attention is not None
-        assert tokens.moe is not None
-        self.places.append(tokens.moe.places_s)
-        self.logit_places.append(tokens.attention.places_s)
+        self.logit_places[batch_idx] = tokens.attention.places_s
         loss: Tensor = out.loss
         return loss
 
@@ -77,10 +116,11 @@ class CaseModule(pl.LightningModule):
 
 
 class Recorder(pl.Callback):
-    """Whole gradients of the first step before clipping, and the norm of every step.
+    """Whole gradients of the first step before clipping, norm of every step, loss of every batch.
 
     Attributes:
         grads: By name, on rank 0; empty on the others.
+        losses: What the Trainer hands to callbacks, which a pipeline gives to every rank.
         norms: Norms that clipping measured.
         has_started: Whether set-up is over.
     """
@@ -88,6 +128,7 @@ class Recorder(pl.Callback):
     def __init__(self) -> None:
         self.grads: dict[str, Tensor] | None = None
         self.norms: list[float] = []
+        self.losses: list[Tensor] = []
         self.has_started = False
 
     def on_train_start(self, *args: Any) -> None:
@@ -102,8 +143,12 @@ class Recorder(pl.Callback):
             named = {n: p.grad for n, p in pl_module.named_parameters() if p.grad is not None}
             self.grads = _strategy(trainer).consolidate(named)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Note the norm when a step has been made."""
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *args: Any
+    ) -> None:
+        """Note the loss, and the norm when a step has been made."""
+        # Lightning has divided it, by a power of two.
+        self.losses.append(outputs["loss"].double() * trainer.accumulate_grad_batches)
         norm = _strategy(trainer).grad_norm
         if norm is not None and trainer.global_step > len(self.norms):
             self.norms.append(float(norm))
@@ -145,6 +190,13 @@ def build_strategy(case: Case, *, sharded: bool = False, **options: Any) -> Fold
         options: Further arguments of the strategy.
     """
     folding = case.folding
+    if folding.pp > 1:
+        options |= {
+            "pipeline_schedule": case.schedule,
+            "virtual_pipeline_size": case.virtual_stages,
+            "num_microbatches": case.num_microbatches,
+            "pipeline_layout": case.layout,
+        }
     return FoldedMoEStrategy(
         tensor_parallel_size=folding.tp,
         context_parallel_size=folding.cp,
@@ -177,11 +229,11 @@ def build_trainer(case: Case, strategy: FoldedMoEStrategy, **options: Any) -> pl
 def _record(strategy: FoldedMoEStrategy, module: CaseModule, recorder: Recorder) -> dict[str, Any]:
     return {
         "coordinates": strategy.folding.coordinates(strategy.global_rank),
-        "routing": module.tap.decisions,
-        "losses": module.losses,
-        "logits": module.logits,
-        "places": module.places,
-        "logit_places": module.logit_places,
+        "routing": module.tap.of_batches(),
+        "losses": recorder.losses,
+        "logits": [torch.cat(parts) for _, parts in sorted(module.logits.items())],
+        "places": [places for _, places in sorted(module.tap.places.items())],
+        "logit_places": [places for _, places in sorted(module.logit_places.items())],
         "norms": recorder.norms,
         "grads": recorder.grads,
         "weights": strategy.consolidate(dict(module.named_parameters())),

@@ -21,15 +21,17 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from lightning_fold import strategy
-from lightning_fold.model import swap, tensor_parallel, token_layout
-from lightning_fold.model.context import parallel, ring
+from lightning_fold.model import swap, tensor_parallel
 from lightning_fold.moe import layer
 from lightning_fold.moe.dispatch import all_to_all, wire
 from lightning_fold.params import Family, clip, families, local_tensor, shard
 from lightning_fold.topology.comm import split_rows
+from lightning_fold.verify import mutations_context as context
+from lightning_fold.verify import mutations_pipeline as pipeline
 from lightning_fold.verify import mutations_router as router
 from lightning_fold.verify import mutations_tokens as tokens
 from lightning_fold.verify.plan import Case
+from lightning_fold.verify.plan_pipelines import STAGES
 
 Patch = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -197,8 +199,8 @@ def _first_kv_head() -> contextlib.AbstractContextManager[Any]:
 def _untied() -> contextlib.AbstractContextManager[Any]:
     """Every module's weight is distributed on its own."""
 
-    def forget(self: Any, comm: Any) -> None:
-        initialize(self, comm)
+    def forget(self: Any, *args: Any) -> None:
+        initialize(self, *args)
         self.sharded = _Forgetful()
 
     initialize = tensor_parallel.TensorParallel.__init__
@@ -208,50 +210,6 @@ def _untied() -> contextlib.AbstractContextManager[Any]:
 class _Forgetful(dict[nn.Parameter, nn.Parameter]):
     def __contains__(self, key: object) -> bool:
         return False
-
-
-def _context_loss_not_summed() -> contextlib.AbstractContextManager[Any]:
-    return mock.patch.object(parallel, "sum_over", lambda x, comm, axis: x)
-
-
-def _split_before_shift() -> contextlib.AbstractContextManager[Any]:
-    """Each rank shifts what it holds: the target at the end of every run is another token's."""
-
-    def split_first(self: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        whole, places = targets(self, arguments), self.tokens.attention.places_s
-        own = arguments["labels"].index_select(1, places)
-        wrong = whole["labels"].clone()
-        wrong[:, places] = nn.functional.pad(own, (0, 1), value=-100)[:, 1:]
-        return whole | {"labels": wrong, "shift_labels": wrong}
-
-    owner = parallel.ContextParallel
-    targets = owner._targets
-    return mock.patch.object(owner, "_targets", split_first)
-
-
-def _positions_from_zero() -> contextlib.AbstractContextManager[Any]:
-    """Every rank counts its own places."""
-
-    def counted(self: Any, *args: Any) -> dict[str, Any]:
-        own = dict(local(self, *args))
-        length = own["input_ids"].shape[1]
-        return own | {"position_ids": torch.arange(length)[None]}
-
-    owner = parallel.ContextParallel
-    local = owner._local
-    return mock.patch.object(owner, "_local", counted)
-
-
-def _no_document_borders() -> contextlib.AbstractContextManager[Any]:
-    return mock.patch.object(token_layout, "documents_of", return_value=None)
-
-
-def _last_ring_step_left_out() -> contextlib.AbstractContextManager[Any]:
-    def fewer(self: Any, step: int) -> Iterator[Any]:
-        yield from pairs(self, step) if step + 1 < len(self.steps) else ()
-
-    pairs = ring._Tour.pairs
-    return mock.patch.object(ring._Tour, "pairs", fewer)
 
 
 _TP2_EP4 = Case("decoder", "tp2cp1dp2pp1-etp1ep4edp1")
@@ -362,25 +320,55 @@ MUTATIONS: Mapping[str, Mutation] = {
         tokens.token_sent_twice,
     ),
     "context-loss-not-summed": Mutation(
-        "loss of this cp rank's tokens only", _CP2, "loss", _context_loss_not_summed
+        "loss of this cp rank's tokens only", _CP2, "loss", context.context_loss_not_summed
     ),
     "split-before-shift": Mutation(
-        "labels split over cp before they are shifted", _CP2, "loss", _split_before_shift
+        "labels split over cp before they are shifted", _CP2, "loss", context.split_before_shift
     ),
     "positions-from-zero": Mutation(
-        "positions of a cp rank counted from zero", _CP2, "logits", _positions_from_zero
+        "positions of a cp rank counted from zero", _CP2, "logits", context.positions_from_zero
     ),
     "no-document-borders": Mutation(
         "no mask between the documents of a packed sequence under cp",
         Case("decoder", _CP2.mapping, batch="packed"),
         "logits",
-        _no_document_borders,
+        context.no_document_borders,
     ),
     "ring-step-left-out": Mutation(
         "last step of ring attention left out",
         Case("decoder", _CP2.mapping, context_parallel_method="ring"),
         "logits",
-        _last_ring_step_left_out,
+        context.last_ring_step_left_out,
+    ),
+    "microbatches-weighed-equally": Mutation(
+        "microbatches weighed equally, not by their targets",
+        STAGES["plain"],
+        "dense gradient",
+        pipeline.weighed_equally,
+    ),
+    "twins-not-summed": Mutation(
+        "tied weight of both ends of a pipeline not summed",
+        STAGES["tied"],
+        "dense gradient",
+        pipeline.twins_not_summed,
+    ),
+    "twins-counted-twice": Mutation(
+        "tied weight of both ends of a pipeline counted twice by the clip norm",
+        STAGES["tied"],
+        "clip norm",
+        pipeline.twins_counted_twice,
+    ),
+    "loads-without-gradient": Mutation(
+        "aux losses of the last stage without a gradient for earlier routers",
+        STAGES["aux"],
+        "router gradient",
+        pipeline.loads_without_gradient,
+    ),
+    "last-weights-left-out": Mutation(
+        "delayed weight gradients of the last microbatch left out",
+        STAGES["delayed"],
+        "expert gradient",
+        pipeline.last_weights_left_out,
     ),
 }
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .plain import Batch, Feature, Plain
+from .plain import Batch, Feature, Plain, Share, shares_of
 
 DEEPSEEK = "DeepseekV3"
 
@@ -75,7 +75,9 @@ class PlainRouting(Plain):
     def _note(self, gate: nn.Module, args: Any, out: Any) -> None:
         self.running[-1].append((out[0], out[2]))
 
-    def forward_backward(self, batches: Sequence[Batch], scale: float) -> list[tuple[Any, Tensor]]:
+    def forward_backward(
+        self, batches: Sequence[Batch], scale: float, shares: Sequence[Share] = ()
+    ) -> list[tuple[Any, Tensor]]:
         """Run all sub-batches, then one backward: `global_batch` ties them together."""
         outs, seen = [], []
         for batch in batches:
@@ -86,16 +88,18 @@ class PlainRouting(Plain):
         self.since_step += seen
         shared = self._of_all(seen)
         rows = [len(batch["input_ids"]) for batch in batches]
+        each = shares_of(batches, shares)
         losses = [
             # In the loss's own dtype: Hugging Face's is fp32.
-            out.loss + (self._of_one(s, n) + shared).to(out.loss.dtype)
-            for out, s, n in zip(outs, seen, rows, strict=True)
+            out.loss + (self._of_one(s, n, share) + shared).to(out.loss.dtype)
+            for out, s, n, share in zip(outs, seen, rows, each, strict=True)
         ]
-        (torch.stack(losses).sum() * scale).backward()
+        parts = [loss * share.loss for loss, share in zip(losses, each, strict=True)]
+        (torch.stack(parts).sum() * scale).backward()
         return [(out, loss.detach()) for out, loss in zip(outs, losses, strict=True)]
 
-    def _of_one(self, layers: Sequence[Seen], sequences: int) -> Tensor:
-        """What one sub-batch alone adds to its loss."""
+    def _of_one(self, layers: Sequence[Seen], sequences: int, share: Share) -> Tensor:
+        """What one sub-batch alone adds to its loss; `per_sequence` counts by its sequences."""
         total = torch.zeros(())
         for aux in self.options.get("aux_losses", ()):
             formula, coefficient = aux["formula"], aux["coefficient"]
@@ -107,7 +111,8 @@ class PlainRouting(Plain):
             elif formula == "per_sequence":
                 for seen in layers:
                     parts = _sequences(seen, sequences)
-                    total = total + coefficient * sum(self._switch([p]) for p in parts) / sequences
+                    mean = sum(self._switch([part]) for part in parts) / sequences
+                    total = total + coefficient * mean * share.rows / share.loss
         for seen in layers:
             squares_T = seen.logits_TE[seen.valid_T].exp().sum(-1).log() ** 2
             total = total + self.options.get("z_loss", 0.0) * squares_T.mean()

@@ -14,6 +14,12 @@ from typing import Literal
 from lightning_fold.topology.folding import Folding, divisors, legal_foldings
 
 Method = Literal["all_gather", "ulysses", "ring"]
+# What is computed of one forward's tokens, so that it depends on how a batch is cut. A mean over
+# sequences does not, nor do the counts of a step.
+_SEE_MICROBATCHES = (
+    *("per_layer", "model", "global_batch", "z_loss", "aux"),
+    *("capacity-local", "capacity-local-padded"),
+)
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,10 @@ class Case:
         feature: Key of `features.FEATURES`; empty for none.
         context_parallel_method: See `FoldedConfig.context_parallel_method`.
         batch: See `cases.sub_batch`.
+        schedule: See `FoldedConfig.pipeline_schedule`; this and what follows holds for pp > 1.
+        virtual_stages: See `FoldedConfig.virtual_pipeline_size`.
+        num_microbatches: See `FoldedConfig.num_microbatches`.
+        layout: See `FoldedConfig.pipeline_layout`.
     """
 
     model: str
@@ -40,7 +50,11 @@ class Case:
     shard: Literal["optimizer", "full"] = "optimizer"
     feature: str = ""
     context_parallel_method: Method = "all_gather"
-    batch: Literal["padded", "packed", "short"] = "padded"
+    batch: Literal["padded", "packed", "short", "rows"] = "padded"
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    num_microbatches: int | None = None
+    layout: str | None = None
 
     @property
     def folding(self) -> Folding:
@@ -50,7 +64,14 @@ class Case:
     @property
     def reference(self) -> str:
         """Key of the single-process run to compare with; dp is all that it knows of the mapping."""
-        return f"{self.model}.dp{self.folding.dp}.{self._options}"
+        pieces = f".{self.pieces}pieces" if self.pieces > 1 else ""
+        return f"{self.model}.dp{self.folding.dp}.{self._options}{pieces}"
+
+    @property
+    def pieces(self) -> int:
+        """Microbatches that the single process runs one by one; 1 where they must not show."""
+        sees = self.feature in _SEE_MICROBATCHES or self.model.endswith("-aux")
+        return (self.num_microbatches or 1) if sees else 1
 
     @property
     def key(self) -> str:
@@ -59,7 +80,15 @@ class Case:
         mutated = f".{self.mutation}" if self.mutation else ""
         gathers = self.context_parallel_method == "all_gather"
         method = "" if gathers else f".{self.context_parallel_method}"
-        return f"{self.mapping}.{self.model}.{self._options}{method}{full}{mutated}"
+        return f"{self.mapping}.{self.model}.{self._options}{method}{full}{self._pipeline}{mutated}"
+
+    @property
+    def _pipeline(self) -> str:
+        if self.folding.pp == 1:
+            return ""
+        virtual = f".v{self.virtual_stages}" if self.virtual_stages > 1 else ""
+        layout = f".{self.layout.replace('|', '_')}" if self.layout else ""
+        return f".{self.schedule}{virtual}.n{self.num_microbatches}{layout}"
 
     @property
     def _options(self) -> str:
@@ -316,6 +345,7 @@ def reference_requests(cases: Sequence[Case]) -> list[dict[str, object]]:
             "precision": case.precision,
             "feature": case.feature,
             "batch": case.batch,
+            "pieces": case.pieces,
         }
         for case in cases
     }

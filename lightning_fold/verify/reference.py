@@ -1,7 +1,9 @@
 """The plain single-process run, without parallelism: `python reference.py requests.json folder`.
 
 For dp = d it is the user's model over the same d sub-batches, each loss divided by d, accumulated,
-then one SGD step. It is run by its path and fails if it has imported the package under test.
+then one SGD step. What depends on microbatches is run by them, one after the other; all else on
+whole sub-batches, since cutting them must change nothing. It is run by its path and fails if it has
+imported the package under test.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +25,7 @@ def run_reference(request: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         request: model, dp, clip (bool), precision ("64" or "32"), feature,
-            batch (kind of `cases.sub_batch`).
+            batch (kind of `cases.sub_batch`), pieces (microbatches of a sub-batch).
     """
     dp, dtype = request["dp"], {"64": torch.float64, "32": torch.float32}[request["precision"]]
     model = cases.build_model(request["model"], decoder=decoder).to(dtype)
@@ -34,19 +37,64 @@ def run_reference(request: dict[str, Any]) -> dict[str, Any]:
         optimizer.zero_grad()
         for index in range(step * cases.ACCUMULATE, (step + 1) * cases.ACCUMULATE):
             batches = [cases.sub_batch(index, rank, request["batch"]) for rank in range(dp)]
-            for out, loss in plain.forward_backward(batches, 1 / dp / cases.ACCUMULATE):
+            scale = 1 / dp / cases.ACCUMULATE
+            for logits, loss in _forward_backward(plain, batches, request["pieces"], scale):
                 record["losses"].append(loss)
-                record["logits"].append(out.logits.detach())
+                record["logits"].append(logits)
         if step == 0:
             _check_every_expert_is_hit(tap, request)
             record["grads"] = {f"model.{n}": _grad(p) for n, p in model.named_parameters()}
         record["norms"].append(_norm_and_clip(model, request))
         optimizer.step()
         plain.after_step()
-    record["routing"] = tap.decisions
+    record["routing"] = [_of_whole_batches(log, dp, request["pieces"]) for log in tap.decisions]
     record["buffers"] = {f"model.{n}": b.clone() for n, b in cases.saved_buffers(model).items()}
     record["weights"] = {f"model.{n}": p.detach().clone() for n, p in model.named_parameters()}
     return record
+
+
+def _forward_backward(
+    plain: Any, batches: Sequence[dict[str, Tensor]], pieces: int, scale: float
+) -> list[tuple[Tensor, Tensor]]:
+    """Logits and loss of the sub-batch of each dp rank."""
+    if pieces == 1:
+        results = plain.forward_backward(batches, scale)
+        return [(out.logits.detach(), loss.double()) for out, loss in results]
+    # A microbatch of every dp rank, then the next ones: what a forward of all ranks sees.
+    each = [
+        plain.forward_backward([batch for batch, _ in cuts], scale, [share for _, share in cuts])
+        for cuts in zip(*(cut(batch, pieces) for batch in batches), strict=True)
+    ]
+    shares = [[share.loss for _, share in cut(batch, pieces)] for batch in batches]
+    found = []
+    for results, weights in zip(zip(*each, strict=True), shares, strict=True):
+        logits = torch.cat([out.logits.detach() for out, _ in results])
+        losses = [loss.double() * w for (_, loss), w in zip(results, weights, strict=True)]
+        found.append((logits, torch.stack(losses).sum()))
+    return found
+
+
+def cut(batch: dict[str, Tensor], pieces: int) -> list[tuple[dict[str, Tensor], Any]]:
+    """Rows in order, the first pieces one longer where they do not go up; weighed by targets."""
+    rows = len(batch["input_ids"])
+    sizes = [rows // pieces + (piece < rows % pieces) for piece in range(pieces)]
+    parts = [value.split(sizes) for value in batch.values()]
+    batches = [dict(zip(batch, values, strict=True)) for values in zip(*parts, strict=True)]
+    targets = [int((piece["labels"][:, 1:] != -100).sum()) for piece in batches]
+    assert all(targets), f"a microbatch without targets, whose losses count for nothing: {targets}"
+    return [
+        (piece, plain_form.Share(loss=number / sum(targets), rows=size / rows))
+        for piece, number, size in zip(batches, targets, sizes, strict=True)
+    ]
+
+
+def _of_whole_batches(decisions: Sequence[Tensor], dp: int, pieces: int) -> list[Tensor]:
+    """Decisions of each sub-batch, from those of the microbatches in the order of the forwards."""
+    whole = []
+    for first in range(0, len(decisions), dp * pieces):
+        forwards = decisions[first : first + dp * pieces]
+        whole += [torch.cat(list(forwards[rank::dp])) for rank in range(dp)]
+    return whole
 
 
 def _grad(param: nn.Parameter) -> Tensor:
@@ -91,6 +139,7 @@ if __name__ == "__main__":
     _plain_package("plain", _HERE)
     _plain_package("plain_model", _HERE.parent / "model")
     cases = importlib.import_module("plain.cases")
+    plain_form = importlib.import_module("plain.plain")
     features = importlib.import_module("plain.features")
     decoder = importlib.import_module("plain_model.decoder")
     main(*sys.argv[1:3])

@@ -43,8 +43,7 @@ def results_table(outcomes: Iterable[Outcome]) -> Table:
     for (mapping, kind), found in rows.items():
         worst = [max(_errors(found, name), default=None) for name in names]
         cells = ["-" if error is None else f"{error:.0e}" for error in worst]
-        failed = sum(not outcome.passed for outcome in found)
-        table.add_row(mapping, kind, str(len(found)), *cells, f"{failed} FAIL" if failed else "ok")
+        table.add_row(mapping, kind, str(len(found)), *cells, _verdict(found))
     return table
 
 
@@ -62,8 +61,12 @@ def norms_table(outcomes: Iterable[Outcome]) -> Table:
 
 
 def coverage(outcomes: Iterable[Outcome], world: int) -> str:
-    """One line: how many of the legal mappings of `world` ran, and which were refused and why."""
-    outcomes = [outcome for outcome in outcomes if outcome.case.folding.world == world]
+    """One line: how many of the legal mappings of `world` ran, and which were refused and why.
+
+    Mappings without pipelines, that is, which alone can be counted (`plan.closed_form`).
+    """
+    foldings = [(outcome, outcome.case.folding) for outcome in outcomes]
+    outcomes = [outcome for outcome, f in foldings if f.world == world and f.pp == 1]
     ran = {outcome.case.mapping for outcome in outcomes if outcome.checks}
     refused = {o.case.mapping: o.refusal for o in outcomes if o.refusal is not None}
     reasons = "".join(f"\n  {mapping}: {reason}" for mapping, reason in refused.items())
@@ -77,6 +80,12 @@ def is_complete(outcomes: Mapping[Case, Outcome], world: int) -> bool:
     """Whether every chosen mapping of `world` ran or was refused with a reason."""
     done = {c.mapping for c, outcome in outcomes.items() if outcome.checks or outcome.refusal}
     return done >= set(mappings_of(world))
+
+
+def _verdict(outcomes: Sequence[Outcome]) -> str:
+    refused = sum(outcome.refusal is not None for outcome in outcomes)
+    failed = sum(not outcome.passed for outcome in outcomes) - refused
+    return f"{failed} FAIL" if failed else f"{refused} refused" if refused else "ok"
 
 
 def _kind(case: Case) -> str:

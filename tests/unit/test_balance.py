@@ -96,7 +96,7 @@ def balanced(
     plan = plan_routing(module, parts, parse_options(router, options), folding)
     TokenWatch(tokens, comm).install(parts)
     plan = apply_routing(plan, tokens)
-    return install_balance(plan, parts.core, comm=comm, tokens=tokens)
+    return install_balance(plan, parts, comm=comm, tokens=tokens)
 
 
 def batch(rows: int, *, seed: int = 0, padded: bool = True) -> dict[str, Tensor]:

@@ -32,13 +32,15 @@ BUILT = {
     "moe_layers": {"0-3": {"etp": 2}},
     "sentinel_every": 10,
 }
-NOT_BUILT = {
-    "pipeline_parallel_size": 2,
+# With pipelines only.
+PIPELINES = {
     "pipeline_schedule": "interleaved_1f1b",
     "virtual_pipeline_size": 2,
-    "num_microbatches": 1,
+    "num_microbatches": 4,
     "microbatch_size": 1,
     "pipeline_layout": "Et|tL",
+}
+NOT_BUILT = {
     "expert_precision": "fp8_block",
 }
 NAMES = [field.name for field in fields(FoldedConfig)]
@@ -51,7 +53,8 @@ def refusal(**arguments):
 
 
 def test_every_field_is_either_built_or_not():
-    assert sorted([*BUILT, *NOT_BUILT]) == sorted(NAMES)
+    known = [*BUILT, *NOT_BUILT, *PIPELINES, "pipeline_parallel_size"]
+    assert sorted(known) == sorted(NAMES)
     assert len(NAMES) < 30
 
 
@@ -64,6 +67,29 @@ def test_every_built_value_passes():
     for name, value in BUILT.items():
         FoldedConfig(**{name: value}).check()
     FoldedConfig(dispatcher="local").check()
+
+
+@pytest.mark.parametrize(("name", "value"), PIPELINES.items())
+def test_what_says_how_a_pipeline_works_needs_one(name, value):
+    FoldedConfig(pipeline_parallel_size=2, **{name: value}).check()
+    message = refusal(**{name: value})
+    assert message.startswith(f"{name}={value!r} says how a pipeline works")
+    assert message.endswith(f"Change `{name}` or `pipeline_parallel_size`.")
+
+
+@pytest.mark.parametrize("name", ["virtual_pipeline_size", "num_microbatches", "microbatch_size"])
+def test_numbers_of_things_are_positive(name):
+    assert f"{name}=0 is no number of things" in refusal(pipeline_parallel_size=2, **{name: 0})
+
+
+def test_a_batch_is_cut_in_one_way():
+    both = {"num_microbatches": 4, "microbatch_size": 2}
+    assert "both say how a batch is cut" in refusal(pipeline_parallel_size=2, **both)
+
+
+def test_full_shards_are_refused_under_pipelines():
+    message = refusal(pipeline_parallel_size=2, data_parallel_shard="full")
+    assert message.endswith("Change `data_parallel_shard`.")
 
 
 def test_checks_between_a_negative_number_of_steps_are_refused():
@@ -123,7 +149,7 @@ def test_local_dispatcher_is_refused_where_experts_are_spread(axis):
 
 
 def test_from_mapping_takes_every_field():
-    arguments = {**BUILT, **NOT_BUILT}
+    arguments = {**BUILT, **NOT_BUILT, **PIPELINES, "pipeline_parallel_size": 2}
     built = FoldedConfig.from_mapping(arguments)
     assert {name: getattr(built, name) for name in NAMES} == arguments
     assert FoldedConfig.from_mapping({}) == FoldedConfig()

@@ -92,6 +92,7 @@ class Ranks:
 
         return Host(
             when=lambda: "at step 2",
+            where=lambda: "",
             signal=lambda: self.signals.get(rank),
             take_signal=self.taken.append,
             last_words=last_words,  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from lightning_fold.topology.folding import Folding
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 FOLDERS = ("lightning_fold", "kernels", "tests", "benchmarks", "recipes", "docs", ".ci")
-TARGETS = {"demo", "test", "test-full", "mutate", "lint", "bench", "clean"}
+TARGETS = {"demo", "demo-pp", "test", "test-full", "mutate", "lint", "bench", "clean"}
 
 
 def texts() -> Iterator[Path]:
@@ -30,7 +30,16 @@ def mapping_of(recipe: Path) -> Folding:
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "docs/moe_layer.md", "docs/verify.md"]
+    "name",
+    [
+        "README.md",
+        "ARCHITECTURE.md",
+        "CHANGELOG.md",
+        "docs/moe_layer.md",
+        "docs/pipelines.md",
+        "docs/schedules.md",
+        "docs/verify.md",
+    ],
 )
 def test_document_exists(name: str) -> None:
     assert (ROOT / name).stat().st_size > 200

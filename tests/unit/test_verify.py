@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from lightning_fold.model import decoder, tensor_parallel
+from lightning_fold.pipeline.schedules import check_schedule
 from lightning_fold.topology.folding import Folding, divisors, legal_foldings
 from lightning_fold.topology.sequence import balanced_sizes, zigzag_places
 from lightning_fold.verify import cases, mutations
@@ -40,6 +41,8 @@ from lightning_fold.verify.plan import (
     reference_requests,
     tolerance_of,
 )
+from lightning_fold.verify.plan_pipelines import MAPPINGS, SCHEDULES, pipelines
+from lightning_fold.verify.plan_pipelines import QUICK as QUICK_PIPELINES
 
 CASE = Case("decoder", "tp2cp1dp2pp1-etp1ep4edp1", clip=True)
 
@@ -101,7 +104,8 @@ def test_plan_covers_what_it_promises() -> None:
             seen = {(c.context_parallel_method, c.batch) for c in full(world) if c.folding.cp > 1}
             assert {(m, b) for m in METHODS for b in ("padded", "packed", "short")} <= seen
         assert any(c.precision == "32" and not c.clip for c in full(world))
-        assert set(cases.MODELS) == {c.model for c in full(world)}
+        alone = {c.model for c in full(world)}
+        assert set(cases.MODELS) == alone | {"decoder-deep"}
     assert len({c.mapping for c in QUICK if c.folding.world == 4}) == 8
     assert {c.context_parallel_method for c in QUICK if c.folding.cp > 1} == set(METHODS)
 
@@ -110,8 +114,77 @@ def test_references_are_shared_between_mappings_of_equal_dp() -> None:
     other = replace(CASE, mapping="tp2cp1dp2pp1-etp2ep2edp1")
     requests = reference_requests([CASE, other])
     wanted = {"model": "decoder", "dp": 2, "clip": True, "precision": "64", "feature": ""}
-    wanted["batch"] = "padded"
+    wanted |= {"batch": "padded", "pieces": 1}
     assert requests == [{"key": CASE.reference, **wanted}]
+
+
+# ------------------------------------------------------------ pipelines
+
+
+def sizes_of(number: int) -> list[int]:
+    return [cases.ROWS // number + (piece < cases.ROWS % number) for piece in range(number)]
+
+
+@pytest.mark.parametrize("number", [2, 3, 4, 5, 6])
+def test_microbatches_ranks_and_halves_of_sequences_differ_in_targets(number: int) -> None:
+    for index in range(cases.STEPS * cases.ACCUMULATE):
+        targets = []
+        for dp_rank in range(4):
+            batch = cases.sub_batch(index, dp_rank, "rows")
+            counted = batch["labels"][:, 1:] != -100
+            pieces = [int(piece.sum()) for piece in counted.split(sizes_of(number))]
+            assert len(set(pieces)) > 1
+            assert min(pieces) > 0
+            targets.append(sum(pieces))
+            own = [counted.index_select(1, zigzag(counted.shape[1], rank)) for rank in (0, 1)]
+            assert own[0].sum() != own[1].sum()
+        assert len(set(targets)) == 4
+
+
+def zigzag(length: int, rank: int) -> torch.Tensor:
+    return torch.tensor(zigzag_places(length, cp=2, rank=rank))
+
+
+def test_some_microbatches_of_one_row_have_no_target() -> None:
+    batches = [cases.sub_batch(index, 0, "rows") for index in range(3)]
+    empty = [int(((b["labels"][:, 1:] != -100).sum(1) == 0).sum()) for b in batches]
+    assert sum(empty) > 0
+
+
+def test_pipelines_cover_what_they_promise() -> None:
+    every = [case for world in (2, 4, 8) for case in pipelines(world)]
+    telling = {(case.model, case.mapping) for case in QUICK_PIPELINES}
+    assert {case.schedule for case in QUICK_PIPELINES} >= {"1f1b", *SCHEDULES} - {"gpipe"}
+    assert len(telling) == len(QUICK_PIPELINES) <= 10
+    for pp in (2, 4):
+        for name, virtual in SCHEDULES.items():
+            counts = {
+                case.num_microbatches
+                for case in every
+                if (case.folding.pp, case.schedule) == (pp, name) and case.folding.stage_size == 1
+            }
+            assert any(n and cases.ROWS % n for n in counts), (pp, name)
+            assert any(n and cases.ROWS % n == 0 for n in counts), (pp, name)
+            for number in counts:
+                check_schedule(name, pp, virtual, number)
+    eight = [case for case in every if case.folding.world == 8]
+    for mapping in MAPPINGS:
+        ran = {(c.model, c.feature) for c in eight if c.mapping == mapping}
+        assert ran >= {(model, feature) for model in MAIN_MODELS for feature in ("", "selective")}
+    foldings = [Folding.from_id(mapping) for mapping in MAPPINGS]
+    assert len(set(MAPPINGS)) >= 15
+    assert all(folding.world == 8 and folding.pp > 1 for folding in foldings)
+    assert sum(folding.dp > 1 for folding in foldings) >= 8
+    assert {"tp2cp2dp1pp2-etp1ep4edp1", "tp2cp1dp2pp2-etp2ep2edp1"} <= set(MAPPINGS)
+    assert len({case.key for case in every}) == len(set(every))
+
+
+def test_only_what_sees_microbatches_is_cut_in_the_reference() -> None:
+    case = replace(CASE, mapping="tp1cp1dp2pp2-etp1ep2edp1", num_microbatches=4, batch="rows")
+    assert case.pieces == 1
+    assert replace(case, feature="per_sequence").pieces == 1
+    assert replace(case, feature="per_layer").pieces == 4
+    assert replace(case, model="mixtral-aux").reference.endswith(".4pieces")
 
 
 # ------------------------------------------------------------ comparison
@@ -204,6 +277,66 @@ def test_tokens_of_cp_and_tp_ranks_are_joined_by_their_places(mapping: str, tmp_
     ranks[0]["places"][0] = ranks[0]["places"][0].flip(0)
     outcome = compare(ranks, record, tmp_path, case)
     assert [check.name for check in outcome.failed_checks] == ["routing"]
+
+
+def as_stages(record: dict[str, Any], folding: Folding) -> list[dict[str, Any]]:
+    """The same of two stages: the first has the layer, the last one has final norm and logits."""
+    ranks = as_ranks(record, folding)
+    norm = "model.model.norm.weight"
+    for rank in ranks:
+        families = rank["families"]
+        if rank["coordinates"]["pp"] == 0:
+            rank |= {"logits": [], "logit_places": []}
+            rank["families"] = {n: family for n, family in families.items() if n != norm}
+        else:
+            rank |= {"routing": [[]], "places": [], "buffers": {}}
+            rank["families"] = {norm: families[norm]}
+    return ranks
+
+
+STAGES = replace(CASE, mapping="tp2cp1dp2pp2-etp1ep4edp1")
+
+
+def repeat_layer(ranks: list[dict[str, Any]]) -> None:
+    ranks[-1] |= {key: ranks[3][key] for key in ("routing", "places")}
+
+
+def lose_layer(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        rank["routing"] = [[]]
+
+
+def lose_buffer(ranks: list[dict[str, Any]]) -> None:
+    del ranks[1]["buffers"][BIAS]
+
+
+def lose_family(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        rank["families"].pop("model.model.norm.weight", None)
+
+
+def shift_loss_of_last_stage(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks[4:]:
+        rank["losses"][0] += 1e-6
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        (lambda ranks: None, None),
+        (repeat_layer, "routing"),
+        (lose_layer, "routing"),
+        (lose_buffer, "buffers"),
+        (lose_family, "names"),
+        (shift_loss_of_last_stage, "loss"),
+    ],
+)
+def test_stages_are_compared_together(damage: Any, name: str | None, tmp_path: Path) -> None:
+    record = reference()
+    ranks = as_stages(record, STAGES.folding)
+    damage(ranks)
+    outcome = compare(ranks, record, tmp_path, STAGES)
+    assert [check.name for check in outcome.failed_checks] == ([name] if name else [])
 
 
 EXPERT = "model.model.layers.0.mlp.experts.gate_up_proj"

@@ -29,6 +29,7 @@ from lightning_fold.model.context.attention import (
 )
 from lightning_fold.model.context.dense import rows_of_places
 from lightning_fold.model.inspect import ModelParts
+from lightning_fold.model.passage import StageOutput
 from lightning_fold.model.structure import SLICED_OUTPUTS
 from lightning_fold.model.token_layout import named_arguments
 from lightning_fold.model.token_rng import has_randomness, per_rank_rng
@@ -137,6 +138,10 @@ class ContextParallel:
     # Out of the core.
 
     def _leave(self, core: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+        # What a pipeline stage hands on stays this rank's part.
+        return None if isinstance(out, StageOutput) else self._joined(core, kwargs, out)
+
+    def _joined(self, core: nn.Module, kwargs: Any, out: Any) -> Any:
         layout = self.tokens.attention
         assert layout is not None, "set at the core's entry"
         has_loss = kwargs.get("labels") is not None

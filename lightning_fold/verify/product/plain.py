@@ -198,7 +198,9 @@ class _Steps(Plain):
         super().__init__(module)
         self.announce = announce
 
-    def forward_backward(self, batches: Sequence[Any], scale: float) -> list[tuple[Any, Tensor]]:
+    def forward_backward(
+        self, batches: Sequence[Any], scale: float, shares: Sequence[Any] = ()
+    ) -> list[tuple[Any, Tensor]]:
         step: Any = self.model.training_step
         results = []
         for batch in batches:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 # Options of scenarios_parity, by world and mapping.
 PARITY: dict[int, dict[str, tuple[str, ...]]] = {
     1: {"plain": ("sgd", "clipped", "adamw_fused", "manual")},
@@ -14,8 +16,13 @@ PARITY: dict[int, dict[str, tuple[str, ...]]] = {
             "sgd", "validated", "clipped_value", "grouped", "padded", "odd_length", "tied",
             "biased", "frozen_router", "checkpointed", "toggling", "manual", "fp32",
         ),
+        "pp2": (
+            "validated", "interrupted", "clipped_accumulated", "padded", "grouped", "tied", "late",
+            "frozen_experts", "adamw_fused", "checkpointed",
+        ),
     },
     4: {
+        "pp2ep2": ("clipped_accumulated", "padded"),
         "tp2ep2": ("narrow", "padded", "clipped_accumulated", "fp32"),
         "tp2ep4": ("one_expert_each", "all_experts"),
         "tp4ep4": ("short",),
@@ -33,8 +40,17 @@ SLOW_PARITY: dict[int, dict[str, tuple[str, ...]]] = {
             "adamw", "adamw_foreach", "interrupted", "clipped", "accumulated", "frozen_experts",
             "frozen_embedding", "unfreezing", "stale", "late", "two_optimizers", "short",
         ),
+        "pp2": (
+            "sgd", "clipped_value", "adamw_foreach", "odd_length", "biased", "frozen_router",
+            "frozen_embedding", "unfreezing", "stale", "fp32",
+        ),
+        # One layer and nothing else on two of the four stages.
+        "pp2zbv": ("clipped_accumulated", "tied", "padded", "checkpointed"),
     },
-    4: {"tp4ep4": ("tied",), "tp2ep4": ("sgd",)},
+    4: {
+        "tp4ep4": ("tied",), "tp2ep4": ("sgd",), "pp2tp2": ("validated", "tied", "padded"),
+        "pp2ep2": ("validated", "grouped"),
+    },
 }  # fmt: skip
 
 OTHERS: dict[int, tuple[str, ...]] = {
@@ -54,19 +70,37 @@ OTHERS: dict[int, tuple[str, ...]] = {
         "adopted-2_adamw_ddp@tp2ep2", "rotated-behind@ep2", "rotated-behind_whole@ep2",
         "dropped-sharded@tp2ep2", "dropped-whole@tp2ep2",
         "held-full@dp2", "held-optimizer@dp2",
+        "entry_points@pp2", "predict-33@pp2", "logging@pp2", "callbacks-sharded@pp2",
+        "plateau@pp2", "dropout@pp2", "precision-16-mixed_torch@pp2", "overflow@pp2",
+        "unseeded@pp2", "served@pp2", "own_loss@pp2", "packed@pp2", "refused@pp2",
+        "resume-sharded_grouped@pp2", "written-adamw@pp2", "adopted-2_adamw_ddp@pp2",
     ),
     4: (
+        "predict-33@pp2ep2", "adopted-2_adamw_pp2@pp2ep2",
         "tokens@ep2etp2", "tokens@dp4", "tokens@tp2ep4", "resume-whole_narrow@tp2ep2",
         "resume-sharded_narrow@tp2ep2", "generate-25@tp2ep4", "adopted-2_grouped_ddp@tp4ep4",
     ),
 }  # fmt: skip
+SLOW_OTHERS: dict[int, tuple[str, ...]] = {
+    2: (
+        "sampler@pp2", "callbacks-whole@pp2", "second_module@pp2", "reshard@pp2",
+        "dropout-recomputed@pp2", "precision-64-true@pp2", "precision-bf16-mixed@pp2",
+        "precision-bf16-true@pp2", "precision-16-mixed@pp2", "resume-whole_grouped@pp2",
+        "written-grouped@pp2", "early-sharded@pp2", "weights_only-whole@pp2",
+        "dropped-sharded@pp2", "rotated-behind@pp2",
+    ),
+    4: ("resume-sharded_narrow@pp2tp2",),
+}  # fmt: skip
 PLAIN = (
+    "plateau@plain", "served@plain", "own_loss@plain", "packed@plain",
+    "adopted-2_adamw_pp2@plain",
     "entry_points@plain", "reshard@plain", "callbacks-x@plain", "second_module@plain2",
     "generate-25@plain", "outputs-7@plain", "outputs-1@plain", "unsupported-list@plain2",
     "unsupported-gpt_oss@plain2", "uninterrupted-grouped@plain", "uninterrupted-adamw@plain",
     "uninterrupted-two_optimizers@plain", "uninterrupted-narrow@plain", "written-adamw@plain",
     "written-grouped@plain", "adopted-2_adamw_tp2ep2@plain", "adopted-2_grouped_ep2@plain",
 )  # fmt: skip
+SLOW_PLAIN = ("adopted-2_grouped_pp2@plain", "second_module@plain")
 
 
 def parity_ids(world: int, *, slow: bool) -> list[str]:
@@ -78,8 +112,9 @@ def parity_ids(world: int, *, slow: bool) -> list[str]:
 def plain_twin(scenario: str, world: int) -> str:
     """The plain run that averages the losses of as many sub-batches as there are dp ranks."""
     option, _, mapping = scenario.partition("@")
-    tp = int(mapping[2]) if mapping.startswith("tp") else 1
-    dp = world // tp
+    dp = world
+    for _, size in re.findall(r"(?<![a-z])(tp|pp)(\d)", mapping):
+        dp //= int(size)
     return f"{option}@plain{dp if dp > 1 else ''}"
 
 
@@ -92,6 +127,6 @@ def scenarios_of(world: int, *, slow: bool) -> list[str]:
             for kind in ((False, True) if slow else (False,))
             for scenario in parity_ids(other, slow=kind)
         }
-        return [*sorted(twins), *PLAIN]
-    extra = parity_ids(world, slow=True) if slow else []
-    return [*parity_ids(world, slow=False), *extra, *OTHERS[world]]
+        return [*sorted(twins), *PLAIN, *(SLOW_PLAIN if slow else ())]
+    extra = [*parity_ids(world, slow=True), *SLOW_OTHERS.get(world, ())] if slow else []
+    return [*parity_ids(world, slow=False), *OTHERS[world], *extra]

@@ -121,9 +121,13 @@ class Lit(pl.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = self.loss(batch)
-        self.losses.append(loss.detach())
         self.log("train_loss", loss)
         return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        # Not in the step, which a pipeline runs in pieces and on its last stage only.
+        if self.automatic_optimization:
+            self.losses.append(outputs["loss"].detach())
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.log("val_loss", self.loss(batch), sync_dist=True)

@@ -49,21 +49,29 @@ def string_name(context: Context) -> dict[str, Any]:
 
 
 class Seen(Lit):
-    """Remembers the rows and the random numbers of its loader's workers."""
+    """Remembers the rows and the random numbers of its loader's workers.
+
+    In hooks, which get whole batches also where a pipeline cuts them; its steps pop what they read.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.seen: list[int] = []
         self.drawn: list[float] = []
 
+    def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.seen += batch["row"].tolist()
+        self.drawn += batch["drawn"].tolist()
+
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        self.seen += batch.pop("row").tolist()
-        self.drawn += batch.pop("drawn").tolist()
+        batch.pop("row"), batch.pop("drawn")
         return super().training_step(batch, batch_idx)
 
+    def on_validation_batch_start(self, batch: dict[str, Tensor], *args: Any) -> None:
+        self.seen += batch["row"].tolist()
+
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.seen += batch.pop("row").tolist()
-        batch.pop("drawn")
+        batch.pop("row"), batch.pop("drawn")
         super().validation_step(batch, batch_idx)
 
 
@@ -151,7 +159,7 @@ def held(context: Context) -> dict[str, Any]:
 
 
 class Logging(Lit):
-    """Logs what each rank has: its first token, by mean and by sum."""
+    """Logs what each rank has: its tokens, by mean and by sum over batches."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -159,12 +167,12 @@ class Logging(Lit):
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.model(input_ids=batch["input_ids"])
-        value = batch["input_ids"].double().sum()
+        value = batch["input_ids"].double().mean()
         self.log("mean", value, sync_dist=True, batch_size=1)
         self.log("sum", value, sync_dist=True, reduce_fx="sum")
         self.log("max", value, sync_dist=True, reduce_fx="max")
-        self.total.update(value)
-        self.mean.update(value)
+        self.total.update(batch["input_ids"])
+        self.mean.update(batch["input_ids"])
         self.log("metric_sum", self.total)
         self.log("metric_mean", self.mean)
 

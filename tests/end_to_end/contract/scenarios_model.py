@@ -83,7 +83,8 @@ def dropout(context: Context) -> dict[str, Any]:
     trainer = context.trainer(max_steps=1)
     trainer.fit(module)
     return {
-        "outside": module.masks[0],
+        "outside": torch.cat(module.masks) if module.masks else torch.empty(0),
+        "next": torch.rand(()),
         "inside": list(layer.input_layernorm.masks),
         "after": whole(trainer, dict(module.named_parameters())),
     }
@@ -92,8 +93,9 @@ def dropout(context: Context) -> dict[str, Any]:
 def precision(context: Context) -> dict[str, Any]:
     """Train ten epochs in the precision of the option; dtypes of parameters and moments."""
     plugins, precision = [], context.option
-    if precision == "16-mixed":
-        scaler = FoldedGradScaler("cpu", init_scale=64.0)
+    if precision.startswith("16-mixed"):
+        kind = torch.amp.GradScaler if precision.endswith("torch") else FoldedGradScaler
+        scaler = kind("cpu", init_scale=64.0)
         plugins, precision = [MixedPrecision("16-mixed", device="cpu", scaler=scaler)], None
     rows = batches(4)
     module = Lit(mixtral(dtype=torch.float32), optimizers=adamw, rows=rows)

@@ -6,14 +6,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    EMAWeightAveraging,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
 from contract.models import Lit, mixtral
+from contract.scenarios_loop import Generating
 from contract.scenarios_model import build_unsupported
-from contract.scenarios_parity import Headed
+from contract.scenarios_parity import Headed, Manual, Toggling, experts_and_rest
 from contract.worker import Context
 
 
@@ -31,6 +36,26 @@ class Bypassing(Lit):
 class Asking(Lit):
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         return self.model(**batch, output_router_logits=True).loss
+
+
+class Silent(Lit):
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return torch.zeros((), requires_grad=True)
+
+
+class Counting(Lit):
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.model(**batch, num_items_in_batch=7).loss
+
+
+class Iterating(Lit):
+    def training_step(self, dataloader_iter: Any) -> Tensor:
+        return self.loss(next(dataloader_iter)[0])
+
+
+class Uneven(Lit):
+    def split_batch(self, batch: dict[str, Tensor], num_microbatches: int) -> list[Any]:
+        return [batch] * (num_microbatches + 1)
 
 
 class EnginePrecision(Precision):
@@ -62,6 +87,8 @@ def cases(context: Context) -> dict[str, Callable[[], Any]]:
     def fit(module: Lit, **trainer: Any) -> Callable[[], Any]:
         return lambda: context.trainer(**trainer).fit(module)
 
+    if context.mapping == "pp2":
+        return _under_pipelines(context, fit)
     everywhere = {
         "swa": fit(Lit(mixtral()), callbacks=[StochasticWeightAveraging(1e-2)]),
         "ema": fit(Lit(mixtral()), callbacks=[EMAWeightAveraging()]),
@@ -95,6 +122,29 @@ def _by_mapping(context: Context, fit: Any) -> dict[str, Callable[[], Any]]:
         "hidden_states": fit(Lit(mixtral(output_hidden_states=True))),
         "asked_router_logits": fit(Asking(mixtral())),
         "heads": fit(Lit(mixtral(num_attention_heads=3, num_key_value_heads=3))),
+    }
+
+
+def _under_pipelines(context: Context, fit: Any) -> dict[str, Callable[[], Any]]:
+    def validate(module: Lit) -> Callable[[], Any]:
+        trainer = context.trainer(limit_val_batches=1)
+        return lambda: trainer.validate(module, verbose=False)
+
+    two_optimizers = {"optimizers": experts_and_rest}
+    return {
+        "manual": fit(Manual(mixtral())),
+        "toggling": fit(Toggling(mixtral(), **two_optimizers)),
+        "iterating": fit(Iterating(mixtral())),
+        "batch_size": fit(Lit(mixtral()), callbacks=[BatchSizeFinder()]),
+        "headed": fit(Headed(mixtral())),
+        "direct": fit(Direct(mixtral())),
+        "bypassing": fit(Bypassing(mixtral())),
+        "silent": fit(Silent(mixtral())),
+        "asked_router_logits": fit(Asking(mixtral())),
+        "hidden_states": fit(Lit(mixtral(output_hidden_states=True))),
+        "counting": fit(Counting(mixtral())),
+        "generate": validate(Generating(mixtral())),
+        "uneven": fit(Uneven(mixtral())),
     }
 
 

@@ -22,10 +22,19 @@ TOLERANCE = 1e-9
         "resume-sharded_adamw@tp2ep2",
         "resume-whole_two_optimizers@tp2ep2",
         "resume-whole_grouped@ep2",
+        "resume-sharded_grouped@pp2",
+        pytest.param("resume-whole_grouped@pp2", marks=pytest.mark.slow),
     ],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(scenario: str, two: Run, plain: Run) -> None:
     _check_resume(two, plain, scenario)
+
+
+@pytest.mark.slow
+def test_a_resumed_pipeline_of_four_ranks_equals_an_uninterrupted_run(
+    four: Run, plain: Run
+) -> None:
+    _check_resume(four, plain, "resume-sharded_narrow@pp2tp2")
 
 
 @pytest.mark.parametrize("form", ["whole", "sharded"])
@@ -41,7 +50,15 @@ def _check_resume(run: Run, plain: Run, scenario: str) -> None:
     assert distance < TOLERANCE, name
 
 
-@pytest.mark.parametrize(("line", "mapping"), [("adamw", "tp2ep2"), ("grouped", "ep2")])
+WRITERS = [
+    ("adamw", "tp2ep2"),
+    ("grouped", "ep2"),
+    ("adamw", "pp2"),
+    pytest.param("grouped", "pp2", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("line", "mapping"), WRITERS)
 def test_consolidated_file_is_the_single_device_file(
     line: str, mapping: str, two: Run, plain: Run
 ) -> None:
@@ -58,7 +75,7 @@ def test_consolidated_file_is_the_single_device_file(
             assert worst({k: mine["state"][index][k] for k in tensors}, tensors)[0] < 1e-8
 
 
-@pytest.mark.parametrize(("line", "mapping"), [("adamw", "tp2ep2"), ("grouped", "ep2")])
+@pytest.mark.parametrize(("line", "mapping"), WRITERS)
 def test_plain_lightning_resumes_a_consolidated_file(line: str, mapping: str, plain: Run) -> None:
     result = plain(f"adopted-2_{line}_{mapping}@plain")
     reference = plain(f"uninterrupted-{line}@plain")
@@ -67,16 +84,24 @@ def test_plain_lightning_resumes_a_consolidated_file(line: str, mapping: str, pl
 
 
 def test_a_ddp_checkpoint_resumes_under_a_mapping(two: Run, four: Run, plain: Run) -> None:
-    for run, line, mapping in ((two, "adamw", "tp2ep2"), (four, "grouped", "tp4ep4")):
-        result = run(f"adopted-2_{line}_ddp@{mapping}")
+    for run, scenario in (
+        (two, "adopted-2_adamw_ddp@tp2ep2"),
+        (four, "adopted-2_grouped_ddp@tp4ep4"),
+        (two, "adopted-2_adamw_ddp@pp2"),
+        (four, "adopted-2_adamw_pp2@pp2ep2"),
+    ):
+        result, line = run(scenario), scenario.split("_")[1]
         reference = plain(f"uninterrupted-{line}@plain")
         assert result["steps"] == reference["steps"]
         assert worst(result["after"], reference["after"])[0] < TOLERANCE
 
 
-@pytest.mark.parametrize("option", ["behind", "behind_whole"])
+@pytest.mark.parametrize(
+    "option",
+    ["behind@ep2", "behind_whole@ep2", pytest.param("behind@pp2", marks=pytest.mark.slow)],
+)
 def test_saves_behind_training_rotate_and_resume(option: str, two: Run) -> None:
-    result = two(f"rotated-{option}@ep2")
+    result = two(f"rotated-{option}")
     assert len(result["files"]) == 1
     assert result["steps"] > 2
     first = next(i for i, count in enumerate(result["whole"]) if count)
@@ -84,25 +109,36 @@ def test_saves_behind_training_rotate_and_resume(option: str, two: Run) -> None:
     assert worst(result["resumed"], result["after"])[0] == 0
 
 
-@pytest.mark.parametrize("form", ["sharded", "whole"])
-def test_a_resumed_run_draws_the_same_dropout(form: str, two: Run) -> None:
-    result = two(f"dropped-{form}@tp2ep2")
+@pytest.mark.parametrize(
+    "scenario",
+    ["sharded@tp2ep2", "whole@tp2ep2", pytest.param("sharded@pp2", marks=pytest.mark.slow)],
+)
+def test_a_resumed_run_draws_the_same_dropout(scenario: str, two: Run) -> None:
+    result = two(f"dropped-{scenario}")
     assert worst(result["resumed"], result["uninterrupted"])[0] == 0
 
 
 def test_saving_before_the_first_step_changes_nothing(two: Run, one: Run, plain: Run) -> None:
-    for run, scenario, twin in (
-        (two, "early-sharded@ep2", "fit-adamw_fused@plain2"),
-        (one, "early-sharded@plain", "fit-adamw_fused@plain"),
-    ):
-        result, reference = run(scenario), plain(twin)["after"]
-        assert worst(result["after"], reference)[0] < TOLERANCE
-        assert worst(result["resumed"], reference)[0] < TOLERANCE
+    _check_early(two, "early-sharded@ep2", plain("fit-adamw_fused@plain2"))
+    _check_early(one, "early-sharded@plain", plain("fit-adamw_fused@plain"))
 
 
-@pytest.mark.parametrize("form", ["sharded", "whole"])
-def test_save_weights_only_rotates_loads_and_cannot_resume(form: str, two: Run) -> None:
-    run = two(f"weights_only-{form}@ep2")
+@pytest.mark.slow
+def test_saving_a_pipeline_before_the_first_step_changes_nothing(two: Run, plain: Run) -> None:
+    _check_early(two, "early-sharded@pp2", plain("fit-adamw_fused@plain"))
+
+
+def _check_early(run: Run, scenario: str, reference: dict[str, Any]) -> None:
+    for moment in ("after", "resumed"):
+        assert worst(run(scenario)[moment], reference["after"])[0] < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    ["sharded@ep2", "whole@ep2", pytest.param("whole@pp2", marks=pytest.mark.slow)],
+)
+def test_save_weights_only_rotates_loads_and_cannot_resume(scenario: str, two: Run) -> None:
+    run = two(f"weights_only-{scenario}")
     assert len(run["files"]) == 1
     assert run["loaded"] == pytest.approx(run["best"], rel=1e-6)
     assert run["error"].startswith("ValueError")

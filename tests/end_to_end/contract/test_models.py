@@ -50,6 +50,16 @@ def test_recompute_draws_the_same_masks(two: Run) -> None:
         ("precision-bf16-mixed@tp2ep2", "torch.float32"),
         ("precision-bf16-true@tp2ep2", "torch.bfloat16"),
         ("precision-16-mixed@ep2", "torch.float32"),
+        ("precision-16-mixed_torch@pp2", "torch.float32"),
+        *(
+            pytest.param(f"precision-{name}@pp2", f"torch.{dtype}", marks=pytest.mark.slow)
+            for name, dtype in (
+                ("64-true", "float64"),
+                ("bf16-mixed", "float32"),
+                ("bf16-true", "bfloat16"),
+                ("16-mixed", "float32"),
+            )
+        ),
     ],
 )
 def test_precision_trains_with_its_dtypes(scenario: str, dtype: str, two: Run) -> None:
@@ -58,8 +68,9 @@ def test_precision_trains_with_its_dtypes(scenario: str, dtype: str, two: Run) -
         assert rank["losses"][-1] < 0.5 * rank["losses"][0]
 
 
-def test_an_overflow_on_one_rank_skips_the_step_on_all(two: Run) -> None:
-    for rank in two.ranks("overflow@ep2"):
+@pytest.mark.parametrize("mapping", ["ep2", "pp2"])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(mapping: str, two: Run) -> None:
+    for rank in two.ranks(f"overflow@{mapping}"):
         assert rank["skipped"] == [True]
         assert rank["scale"] == 32.0
 

@@ -32,6 +32,23 @@ TP2 = {
     "asked_router_logits": "ValueError: output_router_logits=True cannot be served under tensor",
     "heads": "ValueError: model.model.layers.0.self_attn: 3 heads cannot be split over tp=2",
 }
+_CUT = "Under pipeline_parallel_size > 1 a step has to call the core once"
+PP2 = {
+    "manual": "ValueError: Manual.automatic_optimization is False: its training_step calls",
+    "toggling": "ValueError: Toggling.automatic_optimization is False: its training_step calls",
+    "iterating": "ValueError: Iterating.training_step takes `dataloader_iter`, and with pipe",
+    # By Lightning itself.
+    "batch_size": "MisconfigurationException: The Batch size finder is not supported with dist",
+    "headed": "ValueError: self.head has parameters outside self.model",
+    "direct": EVERYWHERE["direct"],
+    "bypassing": f"ValueError: Bypassing.training_step calls parts of it (`self.model`). {_CUT}",
+    "silent": f"ValueError: Silent.training_step does not call it (`self.model`). {_CUT}",
+    "asked_router_logits": "ValueError: Asking.training_step asks it for `output_router_logits`",
+    "hidden_states": "ValueError: MixtralForCausalLM cannot be cut into pipeline stages: config.",
+    "counting": "ValueError: Counting.training_step gives it `num_items_in_batch`, and micro",
+    "generate": "ValueError: Generating.validation_step gives it `past_key_values`",
+    "uneven": "ValueError: Uneven.split_batch returns 4 microbatches for num_microbatches=3",
+}
 ON_ONE_DEVICE = ("swa", "ema", "compiled", "compiled_core", "no_moe", "half", "engine")
 
 
@@ -45,6 +62,12 @@ def test_refused_under_ep2(case: str, two: Run) -> None:
 def test_refused_under_tp2(case: str, two: Run) -> None:
     for rank in two.ranks("refused@tp2"):
         assert rank[case].startswith({**EVERYWHERE, **TP2}[case]), rank[case]
+
+
+@pytest.mark.parametrize("case", PP2)
+def test_refused_under_pp2(case: str, two: Run) -> None:
+    for rank in two.ranks("refused@pp2"):
+        assert rank[case].startswith(PP2[case]), rank[case]
 
 
 @pytest.mark.parametrize("case", EVERYWHERE)

@@ -18,7 +18,8 @@ import torch
 
 from lightning_fold import FoldedMoEStrategy
 
-MAPPINGS: dict[str, dict[str, int]] = {
+PP2 = {"pipeline_parallel_size": 2, "num_microbatches": 3}
+MAPPINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "plain2": {},
     "plain4": {},
@@ -37,6 +38,11 @@ MAPPINGS: dict[str, dict[str, int]] = {
         "expert_parallel_size": 2,
         "expert_tensor_parallel_size": 2,
     },
+    # Three microbatches of four rows: one of them has another size.
+    "pp2": PP2,
+    "pp2zbv": {**PP2, "pipeline_schedule": "zbv", "virtual_pipeline_size": 2},
+    "pp2ep2": {**PP2, "num_microbatches": 2, "expert_parallel_size": 2},
+    "pp2tp2": {**PP2, "tensor_parallel_size": 2},
 }
 
 
@@ -105,6 +111,7 @@ def run(name: str, world: int, rank: int, folder: Path) -> dict[str, Any]:
         scenarios_loop,
         scenarios_model,
         scenarios_parity,
+        scenarios_pipeline,
         scenarios_refused,
         scenarios_tokens,
     )
@@ -113,6 +120,7 @@ def run(name: str, world: int, rank: int, folder: Path) -> dict[str, Any]:
         scenarios_checkpoint,
         scenarios_loop,
         scenarios_model,
+        scenarios_pipeline,
         scenarios_parity,
         scenarios_refused,
         scenarios_tokens,

@@ -1,0 +1,244 @@
+"""Run one rank's list of pipeline actions: compute, sends and receives, in the order of the list.
+
+Owns what is in flight: activations that wait for their backward, what arrives, and weight
+gradients that are put off. Every message has the shape of its own microbatch, which both sides
+know. Knows no Lightning and no model: what an action computes is `StepCalls`'.
+"""
+
+# Shapes.  B sequences   s tokens of a sequence on this rank   D model width
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fold_kernels.weight_store import WeightStore, deferring
+from lightning_fold.model.passage import StageOutput
+from lightning_fold.pipeline import actions as ir
+from lightning_fold.pipeline.schedules import Plan
+from lightning_fold.pipeline.sends import Sends
+from lightning_fold.pipeline.stamps import Stamps
+from lightning_fold.topology.comm import Comm
+
+Key = tuple[int, int]
+"""A stage and a microbatch."""
+
+
+class PipelineError(RuntimeError):
+    """An action failed; names rank, stage, microbatch and action."""
+
+
+@dataclass(frozen=True)
+class Border:
+    """What one microbatch brings across the border into a stage.
+
+    Attributes:
+        shape: Of the hidden states, [B, s, D].
+        dtype: Of the hidden states.
+        loads: Elements of the flat `StageOutput.loads`; 0 where none are sent.
+        loads_dtype: Their dtype.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    loads: int = 0
+    loads_dtype: torch.dtype = torch.float32
+
+
+class StepCalls(Protocol):
+    """What the actions of one step compute."""
+
+    def border(self, stage: int, microbatch: int) -> Border:
+        """What comes into `stage`."""
+
+    def forward(
+        self, stage: int, microbatch: int, hidden: Tensor | None, loads: Tensor | None
+    ) -> StageOutput | Tensor | None:
+        """Run a stage; on the last one the root of the backward, or None in evaluation."""
+
+
+@dataclass
+class _Live:
+    """A microbatch between its forward and its backward on one stage."""
+
+    inputs: tuple[Tensor, ...]
+    roots: tuple[Tensor, ...]
+
+
+@dataclass
+class _Flight:
+    """Everything in flight in one step."""
+
+    live: dict[Key, _Live] = field(default_factory=dict)
+    arrived: dict[tuple[str, int, int], tuple[Tensor, ...]] = field(default_factory=dict)
+    receiving: dict[tuple[str, int, int], Any] = field(default_factory=dict)
+    leaving: dict[tuple[str, int, int], tuple[Tensor, ...]] = field(default_factory=dict)
+    later: dict[Key, Callable[[], None]] = field(default_factory=dict)
+
+
+class Executor:
+    """Runs steps of one rank.
+
+    Args:
+        comm: Collectives; messages travel over pp.
+        num_stages: StageRunner of all ranks.
+        device: Of the tensors.
+
+    Attributes:
+        peak_live: Most microbatches, over all stages of this rank, between forward and backward in
+            the latest step.
+        sends: Messages on their way, and how many they were at most in the latest step.
+        where: Stage, microbatch and action that run, for messages; empty between steps.
+        stamps: Start and end of every action, if somebody asked.
+    """
+
+    def __init__(self, comm: Comm, *, num_stages: int, device: torch.device) -> None:
+        self.comm = comm
+        self.num_stages = num_stages
+        self.device = device
+        self.peak_live = 0
+        self.sends = Sends(device)
+        self.where = ""
+        self.stamps = Stamps(device)
+        self._flight = _Flight()
+        self._store = WeightStore()
+
+    def run(self, plan: Plan, calls: StepCalls, *, train: bool) -> None:
+        """Run all actions of this rank. Collective over pp, and over what the stages are spread.
+
+        Raises:
+            PipelineError: An action failed.
+        """
+        rank = self.comm.rank("pp")
+        self._flight, self.peak_live = _Flight(), 0
+        self.sends.start()
+        self._ranks, self._calls, self._train = plan.placement, calls, train
+        self._puts_off = train and plan.delays_weights
+        verbs = {
+            ir.F: self._forward,
+            ir.B: self._backward,
+            ir.I: self._backward,
+            ir.W: self._weights,
+            ir.SEND_F: self._send,
+            ir.SEND_B: self._send,
+            ir.RECV_F: self._receive,
+            ir.RECV_B: self._receive,
+        }
+        for action in plan.lowered[rank]:
+            self.where = (
+                f"stage {action.stage_index}, microbatch {action.microbatch_index}, action {action}"
+            )
+            try:
+                verbs[action.computation_type](action)
+                self.sends.reap()
+            except Exception as error:
+                raise PipelineError(
+                    f"pipeline: rank {self.comm.global_rank}, {self.where}: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+        self.sends.finish()
+        self._flight, self.where = _Flight(), ""
+
+    # Compute.
+
+    def _forward(self, action: Any) -> None:
+        stage, m = key = action.stage_index, action.microbatch_index
+        inputs = self._take("F", stage, m) if stage > 0 else ()
+        if self._train:
+            inputs = tuple(x.requires_grad_() for x in inputs)
+        hidden, loads = (*inputs, None, None)[:2]
+        with self.stamps.of(action), deferring(self._store if self._puts_off else None):
+            out = self._calls.forward(stage, m, hidden, loads)
+        if isinstance(out, StageOutput):
+            roots: tuple[Tensor, ...] = (out.hidden,)
+            roots += () if out.loads is None else (out.loads,)
+            self._check(roots, self._calls.border(stage + 1, m))
+            self._give("F", stage + 1, m, tuple(x.detach() for x in roots))
+        else:
+            roots = () if out is None else (out,)
+        if self._train:
+            self._flight.live[key] = _Live(inputs, roots)
+            self.peak_live = max(self.peak_live, len(self._flight.live))
+
+    def _backward(self, action: Any) -> None:
+        stage, m = key = action.stage_index, action.microbatch_index
+        is_last = stage == self.num_stages - 1
+        grads = () if is_last else self._take("B", stage, m)
+        live = self._flight.live.pop(key)
+        with self.stamps.of(action):
+            pairs = [
+                (root, None if is_last else grad)
+                for root, grad in zip(live.roots, grads or (None,), strict=True)
+                if root.requires_grad
+            ]
+            if pairs:
+                torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+        if self._puts_off:
+            later = self._store.take()
+            if action.computation_type == ir.I:
+                self._flight.later[key] = later
+            else:
+                later()
+        if stage > 0:
+            got = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in live.inputs)
+            self._give("B", stage - 1, m, got)
+
+    def _weights(self, action: Any) -> None:
+        with self.stamps.of(action):
+            self._flight.later.pop((action.stage_index, action.microbatch_index))()
+
+    def _check(self, roots: Sequence[Tensor], border: Border) -> None:
+        """Refuse to send what the receiver does not expect: it would read garbage."""
+        hidden = roots[0]
+        if tuple(hidden.shape) != border.shape or hidden.dtype != border.dtype:
+            raise ValueError(
+                f"the stage gives hidden states {list(hidden.shape)} in {hidden.dtype}, and the "
+                f"next one expects {list(border.shape)} in {border.dtype}"
+            )
+        loads = sum(x.numel() for x in roots[1:])
+        if loads != border.loads:
+            raise ValueError(
+                f"the stage gives {loads} numbers of its routers, and the next one expects "
+                f"{border.loads}"
+            )
+
+    # Messages. A key names what travels (F or B) and where it is going: stage and microbatch.
+
+    def _take(self, kind: str, stage: int, m: int) -> tuple[Tensor, ...]:
+        """What has come for a stage: from this rank, or by a message, waited for."""
+        key = (kind, stage, m)
+        work = self._flight.receiving.pop(key, None)
+        if work is not None:
+            work.wait()
+        return self._flight.arrived.pop(key)
+
+    def _give(self, kind: str, stage: int, m: int, tensors: tuple[Tensor, ...]) -> None:
+        is_here = self._ranks[stage] == self.comm.rank("pp")
+        box = self._flight.arrived if is_here else self._flight.leaving
+        box[(kind, stage, m)] = tensors
+
+    def _send(self, action: Any) -> None:
+        forward = action.computation_type == ir.SEND_F
+        kind, target = ("F", action.stage_index + 1) if forward else ("B", action.stage_index - 1)
+        key = (kind, target, action.microbatch_index)
+        tensors = tuple(x.contiguous() for x in self._flight.leaving.pop(key))
+        work = self.comm.start_send(tensors, to=self._ranks[target], axis="pp")
+        self.sends.keep(work, tensors, to=self._ranks[target])
+
+    def _receive(self, action: Any) -> None:
+        forward = action.computation_type == ir.RECV_F
+        stage, m = action.stage_index, action.microbatch_index
+        kind, source = ("F", stage - 1) if forward else ("B", stage + 1)
+        # A gradient has the shape of what it belongs to.
+        border = self._calls.border(stage if forward else stage + 1, m)
+        buffers = [torch.empty(border.shape, dtype=border.dtype, device=self.device)]
+        if border.loads:
+            buffers.append(torch.empty(border.loads, dtype=border.loads_dtype, device=self.device))
+        key = (kind, stage, m)
+        work = self.comm.start_receive(buffers, source=self._ranks[source], axis="pp")
+        self._flight.receiving[key] = work
+        self._flight.arrived[key] = tuple(buffers)

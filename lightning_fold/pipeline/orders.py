@@ -1,0 +1,100 @@
+"""The orders of computation that are built in, each a pure function of a few integers.
+
+Owns gpipe, 1f1b, interleaved_1f1b and the forward-only order; the others are torch's. Says nothing
+about which numbers are legal, and checks nothing (`schedules` does both).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from lightning_fold.pipeline.actions import Action, Actions, B, F, torch_actions
+
+
+def gpipe(*, pp: int, vpp: int, num_microbatches: int) -> Actions:
+    """All forwards, then all backwards."""
+    every = range(num_microbatches)
+    return {
+        rank: [Action(rank, F, m) for m in every] + [Action(rank, B, m) for m in every]
+        for rank in range(pp)
+    }
+
+
+def one_f_one_b(*, pp: int, vpp: int, num_microbatches: int) -> Actions:
+    """As many forwards as there are ranks behind, then one forward and one backward in turns.
+
+    torch's own list lacks the first forward of the last rank.
+    """
+    return {rank: _one_f_one_b_rank(rank, pp, num_microbatches) for rank in range(pp)}
+
+
+def interleaved_1f1b(
+    *, pp: int, vpp: int, num_microbatches: int, group: int | None = None
+) -> Actions:
+    """1F1B in which a rank's stages take turns, a group of microbatches each (arXiv 2104.04473)."""
+    groups = _groups(num_microbatches, group or pp)
+    order = [(chunk, m) for group_ in groups for chunk in range(vpp) for m in group_]
+    back = [(vpp - 1 - chunk, m) for chunk, m in order]
+    actions = {}
+    for rank in range(pp):
+        warm_up = 2 * (pp - 1 - rank) + (vpp - 1) * len(groups[0])
+        forwards = [Action(chunk * pp + rank, F, m) for chunk, m in order]
+        backwards = [Action(chunk * pp + rank, B, m) for chunk, m in back]
+        actions[rank] = _in_turns(forwards, backwards, min(warm_up, len(order)))
+    return actions
+
+
+def interleaved_zero_bubble(*, pp: int, vpp: int, num_microbatches: int) -> Actions:
+    """Interleaved with weight gradients in the gaps (ZB1P of arXiv 2401.10241); torch's list."""
+    return torch_actions("ScheduleInterleavedZeroBubble", pp, vpp, num_microbatches)
+
+
+def zbv(*, pp: int, vpp: int, num_microbatches: int) -> Actions:
+    """Two stages per rank, there and back (ZB-V of arXiv 2405.15362); torch's list."""
+    return torch_actions("ScheduleZBVZeroBubble", pp, vpp, num_microbatches)
+
+
+def dualpipev(*, pp: int, vpp: int, num_microbatches: int) -> Actions:
+    """DualPipe of arXiv 2412.19437 folded at its middle; torch's list."""
+    return torch_actions("ScheduleDualPipeV", pp, vpp, num_microbatches)
+
+
+def forward_only(placement: Sequence[int], num_microbatches: int) -> dict[int, list[Action]]:
+    """Forwards in the order of a run in which every rank takes its deepest stage that is ready.
+
+    What was run once in this order can be run again, so it has no deadlock.
+    """
+    actions: dict[int, list[Action]] = {rank: [] for rank in range(max(placement) + 1)}
+    last = len(placement) - 1
+    done = [0] * len(placement)
+    while done[last] < num_microbatches:
+        arrived = [num_microbatches, *done[:-1]]
+        ready = {
+            placement[stage]: stage for stage in range(last + 1) if done[stage] < arrived[stage]
+        }
+        for rank, stage in ready.items():
+            actions[rank].append(Action(stage, F, done[stage]))
+            done[stage] += 1
+    return actions
+
+
+def _one_f_one_b_rank(rank: int, pp: int, num_microbatches: int) -> list[Action]:
+    forwards = [Action(rank, F, m) for m in range(num_microbatches)]
+    backwards = [Action(rank, B, m) for m in range(num_microbatches)]
+    return _in_turns(forwards, backwards, min(pp - 1 - rank, num_microbatches))
+
+
+def _in_turns(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
+    steady = [
+        action for pair in zip(forwards[warm_up:], backwards, strict=False) for action in pair
+    ]
+    return forwards[:warm_up] + steady + backwards[len(forwards) - warm_up :]
+
+
+def _groups(num_microbatches: int, group: int) -> list[range]:
+    """Cut into groups of `group` or a few more: a shorter last one can deadlock."""
+    number = max(1, num_microbatches // group)
+    size, larger = divmod(num_microbatches, number)
+    starts = [index * size + min(index, larger) for index in range(number + 1)]
+    return [range(start, end) for start, end in pairwise(starts)]

@@ -1,0 +1,1 @@
+"""The user's steps under pipelines: one Lightning batch as many microbatches on many stages."""

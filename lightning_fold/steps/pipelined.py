@@ -1,0 +1,327 @@
+"""The steps of a strategy with pipelines: set-up of the stages, and each batch through a schedule.
+
+Owns what Lightning sees of it: the loss on every rank, logs, hooks, one reduction of the gradients
+a batch. The schedule is `pipeline.executor`'s, the user's step `step.UserStep`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+
+from lightning_fold import params
+from lightning_fold.config import FoldedConfig
+from lightning_fold.model.fold import FoldedModel
+from lightning_fold.model.inspect import ModelParts
+from lightning_fold.model.routers import Router
+from lightning_fold.model.structure import DecoderParts
+from lightning_fold.params.sentinel import Sentinel
+from lightning_fold.pipeline.costs import costs_of
+from lightning_fold.pipeline.cut import CutModel, cut
+from lightning_fold.pipeline.executor import Executor
+from lightning_fold.pipeline.layout import Layout, even_layout, parse_layout
+from lightning_fold.pipeline.placement import Placement
+from lightning_fold.pipeline.probe import probe
+from lightning_fold.pipeline.schedules import Plan, actions_of
+from lightning_fold.steps.closure import check_module, fire_backward_hooks, install_closure
+from lightning_fold.steps.joined import joined
+from lightning_fold.steps.logs import MicrobatchLogs
+from lightning_fold.steps.microbatches import Pieces, fingerprint, rows_of, split, weighed
+from lightning_fold.steps.step import CoreGate, StepContext, UserStep
+from lightning_fold.topology.comm import Comm
+
+MICROBATCHES_PER_STAGE = 4
+
+
+class PipelinedSteps:
+    """Runs the steps of one module in a pipeline.
+
+    Args:
+        module: The LightningModule, whole.
+        config: The strategy's.
+        comm: Collectives.
+        device: Of this rank.
+
+    Attributes:
+        executor: Runs schedules; tells what it has seen of the latest one.
+        cut: What is left of the model on this rank; from `leave_own` on.
+        plan: Of the latest step.
+    """
+
+    def __init__(
+        self, module: LightningModule, config: FoldedConfig, comm: Comm, device: torch.device
+    ) -> None:
+        self.module = module
+        self.config = config
+        self.comm = comm
+        self.device = device
+        pp, vpp = config.pipeline_parallel_size, config.virtual_pipeline_size
+        self.ranks = self._plan(1, forward_only=True).placement
+        self.executor = Executor(comm, num_stages=pp * vpp, device=device)
+        self.logs = MicrobatchLogs(module, group=comm.meshes.group("pp"), source=self.ranks[-1])
+        self.gate = CoreGate()
+        self.plan: Plan | None = None
+        self._cut: CutModel | None = None
+        self._layout: Layout | None = None
+        self._folded: FoldedModel | None = None
+
+    @property
+    def cut(self) -> CutModel:
+        """What is left of the model on this rank."""
+        assert self._cut is not None, "the model is cut when it is folded"
+        return self._cut
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank runs the last stage, and with it the user's step."""
+        return self.ranks[-1] == self.comm.rank("pp")
+
+    # Set-up.
+
+    def leave_own(
+        self,
+        root: nn.Module,
+        parts: ModelParts,
+        decoder: DecoderParts | None,
+        routers: Sequence[Router],
+    ) -> CutModel:
+        """Leave this rank the parts of its stages; `model.fold.Cutter`."""
+        anatomy = probe(root, parts)
+        self._layout = self._laid_out(parts)
+        placement = Placement(self._layout, self.ranks, self.comm.rank("pp"))
+        self._check_no_idle_rank(placement)
+        self._cut = cut(root, parts, decoder, routers, anatomy=anatomy, placement=placement)
+        return self._cut
+
+    def _check_no_idle_rank(self, placement: Placement) -> None:
+        """Refuse a rank without parameters, on all ranks alike."""
+        for rank in sorted(set(self.ranks)):
+            own = replace(placement, rank=rank).own
+            if not any(stage.layers or stage.embedding or stage.head for stage in own):
+                raise ValueError(
+                    f"pipeline rank {rank} has no parameters: pipeline_layout={placement.layout} "
+                    "leaves all its stages empty. Legal: at least one layer, embedding or head for "
+                    "each rank.  Change `pipeline_layout`."
+                )
+
+    def _laid_out(self, parts: ModelParts) -> Layout:
+        text, num_stages = self.config.pipeline_layout, len(self.ranks)
+        if text is not None:
+            return parse_layout(text, len(parts.layers), num_stages=num_stages)
+        return even_layout(costs_of(parts), num_stages, placement=self.ranks)
+
+    def describe(self) -> str:
+        """The line that set-up logs: schedule, layout, and where each stage runs."""
+        ranks = " ".join(str(rank) for rank in self.ranks)
+        return f"  pipeline: {self.config.pipeline_schedule}, {self._layout} on pp ranks {ranks}"
+
+    def start(
+        self,
+        folded: FoldedModel,
+        *,
+        forward_context: Callable[[str], AbstractContextManager[Any]],
+        scale: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Take the folded model.
+
+        Args:
+            folded: Of this rank's stages.
+            forward_context: Lightning's precision context of a step, by the step's name.
+            scale: What a loss scaler does to a loss.
+        """
+        self._folded = folded
+        self._forward_context, self._scale = forward_context, scale
+        self.gate.install(folded.parts.core)
+
+    def set_up(self, trainer: Trainer) -> None:
+        """Prepare one run of `trainer`.
+
+        Raises:
+            ValueError: The module's steps, or the Trainer's search for a batch size, do not go
+                through a schedule.
+        """
+        check_module(self.module)
+        install_closure(trainer)
+        self.logs.watch(trainer)
+
+    @property
+    def twins(self) -> dict[str, nn.Parameter]:
+        """Parameters that the first and the last stage both hold, on either of them."""
+        ends = (self.ranks[0], self.ranks[-1])
+        if self._cut is None or self.comm.rank("pp") not in ends:
+            return {}
+        named = dict(self.module.named_parameters())
+        return {name: named[name] for name in self._cut.twins}
+
+    def counted_elsewhere(self) -> set[int]:
+        """Ids of parameters whose gradient the first stage counts in a norm."""
+        return {id(p) for p in self.twins.values()} if self.is_last else set()
+
+    # Steps.
+
+    def training_step(
+        self, batch: Any, rest: Sequence[Any], *, syncs: bool, sentinel: Sentinel | None
+    ) -> Tensor:
+        """Run forward and backward of a batch; return its loss, on every rank.
+
+        Args:
+            batch: Of this dp rank.
+            rest: Further arguments of the user's step.
+            syncs: Whether gradients are reduced: not inside an accumulation window.
+            sentinel: Watches, if anything does.
+        """
+        folded, trainer = self._model, self.module.trainer
+        step = self._step("training_step", batch, rest, train=True)
+        if sentinel is not None:
+            sentinel.before_backward()
+        params.hold_back(folded.roots)
+        loss = self._run(step)
+        if syncs:
+            params.reduce_held(folded.roots)
+            self._sum_twins()
+        if sentinel is not None and syncs:
+            sentinel.finish()
+        loss = self._from_last(loss)
+        with self._forward_context("training_step"):
+            self.logs.mirror()
+        fire_backward_hooks(trainer, self.module, loss)
+        return loss
+
+    def evaluation_step(self, name: str, batch: Any, rest: Sequence[Any]) -> Any:
+        """Run `validation_step`, `test_step` or `predict_step` of a batch, forward only.
+
+        Returns:
+            What the user's step returned, its microbatches joined, on every rank.
+        """
+        step = self._step(name, batch, rest, train=False)
+        self._run(step)
+        params.reshard(self._model.sharded)
+        out = joined([step.outputs[m] for m in range(len(step.outputs))]) if self.is_last else None
+        if name != "predict_step":
+            with self._forward_context(name):
+                self.logs.mirror()
+        return self._told(out)
+
+    def _told(self, out: Any) -> Any:
+        """What the last stage returned, on every rank and its device. Collective over pp."""
+        group = self.comm.meshes.group("pp")
+        box = [move_data_to_device(out, "cpu")]
+        dist.broadcast_object_list(
+            box, dist.get_global_rank(group, self.ranks[-1]), group=group, device=self.device
+        )
+        return move_data_to_device(box[0], self.device)
+
+    def _run(self, step: UserStep) -> Tensor | None:
+        step.catch()
+        self.plan = self._plan(len(step.pieces.batches), forward_only=not step.train)
+        self.executor.stamps.start()
+        self.executor.run(self.plan, step, train=step.train)
+        step.finish()
+        return step.loss() if step.train and self.is_last else None
+
+    def _step(self, name: str, batch: Any, rest: Sequence[Any], *, train: bool) -> UserStep:
+        dp, accumulate = self.comm.size("dp"), self.module.trainer.accumulate_grad_batches
+        context = StepContext(
+            module=self.module,
+            folded=self._model,
+            stages=self.cut.stages,
+            gate=self.gate,
+            logs=self.logs,
+            forward_context=lambda: self._forward_context(name),
+            # The only division, as in the strategy's backward without pipelines.
+            scale=lambda loss: self._scale(loss / (dp * accumulate)),
+        )
+        return UserStep(context, name, self._pieces(batch), rest, train)
+
+    def _pieces(self, batch: Any) -> Pieces:
+        """The microbatches of this rank: as many on every rank. Collective over all ranks."""
+        own = getattr(self.module, "split_batch", None)
+        named = own is None or self.config.microbatch_size is not None
+        rows, shape = rows_of(batch) if named else 0, fingerprint(batch)
+        if own is None:
+            return split(batch, self._agreed(rows, rows, shape))
+        # It alone knows how many pieces the batch has.
+        batches = list(own(batch, self._wanted(rows)))
+        count = self._agreed(len(batches), rows, shape)
+        if len(batches) > count > 0:
+            batches = list(own(batch, count))
+        if len(batches) != count or not batches:
+            raise ValueError(
+                f"{type(self.module).__name__}.split_batch returns {len(batches)} microbatches for "
+                f"num_microbatches={count}. Return as many as it is asked for, or fewer, but one, "
+                "where the batch has no more."
+            )
+        return weighed(batches)
+
+    def _wanted(self, rows: int) -> int:
+        config = self.config
+        if config.microbatch_size is not None:
+            return -(-rows // config.microbatch_size)
+        return config.num_microbatches or MICROBATCHES_PER_STAGE * self.comm.size("pp")
+
+    def _agreed(self, limit: int, rows: int, shape: int) -> int:
+        own = torch.tensor([[limit, rows, shape]], device=self.device)
+        world = self.comm.size("pp") * self.comm.size("stage")
+        told = torch.empty(world, 3, dtype=own.dtype, device=self.device)
+        dist.all_gather_into_tensor(told, own)
+        flat = self.comm.to_host(told.flatten(), why="rows of all ranks' batches, once a step")
+        self._check_peers(flat[2::3])
+        return min(self._wanted(max(flat[1::3])), *flat[::3])
+
+    def _check_peers(self, shapes: Sequence[int]) -> None:
+        """All ranks of a pipeline, a sequence and a layer have to read the same batch."""
+        folding = self.comm.meshes.folding
+        first: dict[int, int] = {}
+        for rank, shape in enumerate(shapes):
+            dp = folding.coordinates(rank)["dp"]
+            peer = first.setdefault(dp, rank)
+            if shapes[peer] != shape:
+                raise ValueError(
+                    f"rank {rank} has read a batch of other shapes than rank {peer}, and both work "
+                    f"on the same one (dp rank {dp}). Let the loader depend on nothing but the "
+                    "sampler that Lightning gives it."
+                )
+
+    def _plan(self, count: int, *, forward_only: bool = False) -> Plan:
+        config = self.config
+        return actions_of(
+            config.pipeline_schedule,
+            pp=config.pipeline_parallel_size,
+            vpp=config.virtual_pipeline_size,
+            num_microbatches=count,
+            forward_only=forward_only,
+        )
+
+    def _from_last(self, loss: Tensor | None) -> Tensor:
+        """The loss of the last stage, on every rank. Collective over pp."""
+        group = self.comm.meshes.group("pp")
+        value = torch.zeros((), dtype=torch.float64, device=self.device)
+        if loss is not None:
+            value += loss
+        dist.broadcast(value, dist.get_global_rank(group, self.ranks[-1]), group=group)
+        return value.to(torch.promote_types(self.cut.stages.dtype, torch.float32))
+
+    def _sum_twins(self) -> None:
+        """Add up the gradients of what both ends hold. Collective over the two of them."""
+        rank, first, last = self.comm.rank("pp"), self.ranks[0], self.ranks[-1]
+        other = last if rank == first else first
+        for param in self.twins.values():
+            if param.grad is None:
+                continue
+            own = params.local_tensor(param.grad)
+            theirs = torch.empty_like(own)
+            self.comm.swap(own, theirs, peer=other, axis="pp")
+            own.add_(theirs)
+
+    @property
+    def _model(self) -> FoldedModel:
+        assert self._folded is not None, "steps need a model that is folded"
+        return self._folded

@@ -1,0 +1,288 @@
+"""One step of the user's module on one rank of a pipeline: what each action of a schedule computes.
+
+Before the schedule starts, the user's step is called for each microbatch up to its call of the
+core, whose arguments every stage needs. On the last stage the step then runs whole, from inside
+the schedule: its loss, its logs and its outputs are the user's own code. The other stages call the
+core with the arguments that were caught.
+"""
+
+# Shapes.  B sequences   s tokens of a sequence on this rank   D model width
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_fold.model.fold import FoldedModel
+from lightning_fold.model.passage import StageOutput
+from lightning_fold.model.structure import SLICED_OUTPUTS
+from lightning_fold.moe import balance
+from lightning_fold.pipeline.executor import Border
+from lightning_fold.pipeline.stage import StageRunner
+from lightning_fold.steps.logs import MicrobatchLogs
+from lightning_fold.steps.microbatches import Pieces, fresh
+from lightning_fold.steps.randomness import Generators, draw_seed, seed_stage
+
+PROTOCOL = (
+    "call the core once, and use nothing of it but what the call returns; or the module has "
+    "`pipeline_forward(batch)`, which does that and returns the output, and "
+    "`pipeline_loss(output, batch)`, which makes the loss of it (docs/pipelines.md)"
+)
+
+# Of errors where a part of the core is called alone: its weights are shards, or not on this rank.
+_IN_PARTS = ("DTensor", "belongs to another pipeline stage")
+
+
+class _Caught(BaseException):
+    """Ends the user's step at its call of the core.
+
+    Not an `Exception`: the step must not swallow it.
+    """
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        super().__init__()
+        self.call = args, kwargs
+
+
+@dataclass
+class CoreGate:
+    """Stands before the core: catches its arguments, or seeds and counts a call that counts.
+
+    Attributes:
+        catches: Whether a call ends here.
+        seed: Of the microbatch that runs; None outside of a step, where no call is possible.
+        stage: The stage that runs.
+        calls: Calls of the core since the microbatch began.
+        output: What the core returned last.
+        refuse: Makes the error of a call too many.
+    """
+
+    catches: bool = False
+    seed: int | None = None
+    stage: int = 0
+    calls: int = 0
+    output: Any = None
+    refuse: Callable[[str], Exception] = RuntimeError
+
+    def install(self, core: nn.Module) -> None:
+        """Hook `core`; the first of all its hooks."""
+        core.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+        core.register_forward_hook(self._leave)
+
+    def _enter(self, core: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.catches:
+            raise _Caught(args, kwargs)
+        if self.seed is None:
+            raise RuntimeError(
+                "under pipeline_parallel_size > 1 no rank has the whole model: it is called from "
+                "training_step, validation_step, test_step and predict_step only, once in each"
+            )
+        if self.calls:
+            raise self.refuse("calls it more than once")
+        self.calls += 1
+        seed_stage(self.seed, self.stage)
+
+    def _leave(self, core: nn.Module, args: Any, output: Any) -> None:
+        self.output = output
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What all steps of a run share.
+
+    Attributes:
+        module: The user's module.
+        folded: Its folded model.
+        stages: Runs the stages of this rank.
+        gate: Stands before the core.
+        logs: Records what microbatches log.
+        forward_context: Lightning's precision context of a forward.
+        scale: Turns a microbatch's share of the loss into the root of its backward.
+    """
+
+    module: LightningModule
+    folded: FoldedModel
+    stages: StageRunner
+    gate: CoreGate
+    logs: MicrobatchLogs
+    forward_context: Callable[[], AbstractContextManager[Any]]
+    scale: Callable[[Tensor], Tensor]
+
+
+@dataclass
+class UserStep:
+    """One call of `training_step` or another step, as the actions of a schedule.
+
+    Attributes:
+        context: What it shares with other steps.
+        name: Of the user's method.
+        pieces: Its microbatches.
+        rest: Further arguments of the method.
+        train: Whether it has a backward.
+        outputs: What the method returned for each microbatch, on the last stage.
+    """
+
+    context: StepContext
+    name: str
+    pieces: Pieces
+    rest: Sequence[Any]
+    train: bool
+    outputs: dict[int, Any] = field(default_factory=dict)
+
+    # Before the schedule.
+
+    def catch(self) -> None:
+        """Call the user's step for each microbatch, up to the core. Local."""
+        gate = self.context.gate
+        self._starts: list[Generators] = []
+        self._calls: list[tuple[Any, Any]] = []
+        self._seeds: list[int] = []
+        with self.context.logs.muted():
+            for batch in self.pieces.batches:
+                self._starts.append(Generators.now())
+                gate.catches = True
+                try:
+                    self._method(fresh(batch), *self.rest)
+                except _Caught as caught:
+                    self._calls.append(caught.call)
+                except RuntimeError as error:
+                    if any(word in str(error) for word in _IN_PARTS):
+                        raise self._refuse("calls parts of it") from error
+                    raise
+                else:
+                    raise self._refuse("does not call it")
+                finally:
+                    gate.catches = False
+                self._seeds.append(draw_seed())
+        self._after = Generators.now()
+        core, watch = self.context.folded.parts.core, self.context.folded.watch
+        self._layouts = [watch.layouts_of(core, *call) for call in self._calls]
+        for (_, kwargs), (layout, _) in zip(self._calls, self._layouts, strict=True):
+            self._check_call(kwargs, has_layout=layout is not None)
+
+    def finish(self) -> None:
+        """Leave the generators where every rank of the pipeline leaves them."""
+        self._after.restore()
+
+    @property
+    def _method(self) -> Callable[..., Any]:
+        module: Any = self.context.module
+        if self.train and hasattr(module, "pipeline_forward"):
+            return lambda batch, *rest: module.pipeline_loss(module.pipeline_forward(batch), batch)
+        method: Callable[..., Any] = getattr(module, self.name)
+        return method
+
+    def _check_call(self, kwargs: Any, *, has_layout: bool) -> None:
+        for name in SLICED_OUTPUTS:
+            if kwargs.get(name):
+                raise self._refuse(f"asks it for `{name}`, and no stage has that of all layers")
+        if kwargs.get("num_items_in_batch") is not None:
+            raise self._refuse(
+                "gives it `num_items_in_batch`, and microbatches are weighed by their targets"
+            )
+        if kwargs.get("past_key_values") is not None:
+            raise self._refuse("gives it `past_key_values`, as generation does token by token")
+        if not has_layout:
+            raise self._refuse("gives it neither `input_ids` nor `inputs_embeds` [B, S, ...]")
+
+    def _refuse(self, what: str) -> ValueError:
+        name = type(self.context.module).__name__
+        return ValueError(
+            f"{name}.{self.name} {what} (`self.{self.context.folded.parts.core_name}`). Under "
+            f"pipeline_parallel_size > 1 a step has to {PROTOCOL}.  Change the step, or "
+            "`pipeline_parallel_size` to 1."
+        )
+
+    # What the actions compute.
+
+    def border(self, stage: int, microbatch: int) -> Border:
+        """What comes into `stage`."""
+        stages, keeper = self.context.stages, self.context.folded.balance
+        attention, moe = self._layouts[microbatch]
+        layout = attention if stages.is_above_layers(stage) else moe
+        assert layout is not None, "checked before the step"
+        core, loads = self.context.folded.parts.core, 0
+        if keeper is not None and keeper.options.balances and self._collects(core):
+            loads = sum(balance.packed_sizes(stages.upstream[stage], layout.num_sequences))
+        shape = (layout.num_sequences, layout.places_s.shape[0], stages.width)
+        return Border(shape, stages.dtype, loads, balance.PACKED)
+
+    def forward(
+        self, stage: int, microbatch: int, hidden: Tensor | None, loads: Tensor | None
+    ) -> StageOutput | Tensor | None:
+        """Run a stage."""
+        stages, gate = self.context.stages, self.context.gate
+        if stages.is_empty(stage):
+            assert hidden is not None
+            passed = None if loads is None else loads.view_as(loads)
+            return StageOutput(hidden.view_as(hidden), passed)
+        gate.seed, gate.stage, gate.calls = self._seeds[microbatch], stage, 0
+        gate.refuse = self._refuse
+        self._set_share(microbatch)
+        try:
+            with self.context.forward_context(), stages.entered(stage, hidden, loads):
+                if stages.is_last(stage):
+                    return self._last(microbatch)
+                args, kwargs = self._calls[microbatch]
+                out: StageOutput = self.context.folded.parts.core(*args, **kwargs)
+                return out
+        finally:
+            gate.seed = gate.output = None
+
+    def _last(self, m: int) -> Tensor | None:
+        self._starts[m].restore()
+        weight = self.pieces.weights[m]
+        with self.context.logs.microbatch(weight=weight):
+            out = self._method(fresh(self.pieces.batches[m]), *self.rest)
+        if not self.context.gate.calls:
+            raise self._refuse("does not call it")
+        self.outputs[m] = out
+        if not self.train:
+            return None
+        loss = loss_of(out)
+        if loss is None:
+            raise self._refuse("returns no loss")
+        # Kept without its graph, which a dictionary of the user's would keep with it.
+        self.outputs[m] = loss.detach()
+        return self.context.scale(loss * weight) if weight > 0 else self._nothing(loss)
+
+    def _nothing(self, loss: Tensor) -> Tensor:
+        """A zero with a graph, for a microbatch without targets, whose mean is over nothing.
+
+        Its backward runs all the same: experts of other ranks wait for it.
+        """
+        outputs = [
+            x
+            for x in tree_leaves(self.context.gate.output)
+            if isinstance(x, Tensor) and x.requires_grad and x.dim() > 0
+        ]
+        return outputs[0].sum() * 0 if outputs else loss.nan_to_num() * 0
+
+    def _set_share(self, m: int) -> None:
+        keeper = self.context.folded.balance
+        if keeper is not None:
+            rows, weight = self.pieces.rows, self.pieces.weights[m]
+            keeper.sequence_share = rows[m] / sum(rows) / weight if weight > 0 else 1.0
+
+    def _collects(self, core: nn.Module) -> bool:
+        keeper = self.context.folded.balance
+        return keeper is not None and keeper.collects(core)
+
+    def loss(self) -> Tensor:
+        """Weighted mean over the microbatches, on the last stage."""
+        pairs = [(self.outputs[m], w) for m, w in enumerate(self.pieces.weights) if w > 0]
+        total = torch.stack([loss.double() * weight for loss, weight in pairs]).sum()
+        return total.to(pairs[0][0].dtype)
+
+
+def loss_of(out: Any) -> Tensor | None:
+    """The loss in what a training step returned."""
+    loss = out.get("loss") if isinstance(out, dict) else out
+    return loss if isinstance(loss, Tensor) else None
