@@ -169,7 +169,8 @@ class Executor:
         is_last = stage == self.num_stages - 1
         grads = () if is_last else self._take("B", stage, m)
         live = self._flight.live.pop(key)
-        with self.stamps.of(action):
+        # A model that recomputes its layers in backward has to meet the store of its forward.
+        with self.stamps.of(action), deferring(self._store if self._puts_off else None):
             pairs = [
                 (root, None if is_last else grad)
                 for root, grad in zip(live.roots, grads or (None,), strict=True)

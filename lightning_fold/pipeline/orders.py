@@ -79,6 +79,25 @@ def forward_only(placement: Sequence[int], num_microbatches: int) -> dict[int, l
     return actions
 
 
+def there_and_back(*, pp: int, vpp: int, num_microbatches: int) -> Actions:
+    """All forwards, then all backwards, over two stages per rank, there and back.
+
+    For fewer microbatches than zbv and dualpipev can do with.
+    """
+    placement = [*range(pp), *reversed(range(pp))]
+    actions = forward_only(placement, num_microbatches)
+    last = len(placement) - 1
+    # Backwards are forwards from the other end: a v looks the same from both.
+    mirrored = {
+        rank: [(last - a.stage_index, a.microbatch_index) for a in listed]
+        for rank, listed in actions.items()
+    }
+    return {
+        rank: [*listed, *(Action(stage, B, m) for stage, m in mirrored[rank])]
+        for rank, listed in actions.items()
+    }
+
+
 def _one_f_one_b_rank(rank: int, pp: int, num_microbatches: int) -> list[Action]:
     forwards = [Action(rank, F, m) for m in range(num_microbatches)]
     backwards = [Action(rank, B, m) for m in range(num_microbatches)]

@@ -234,7 +234,7 @@ def actions_of(
     check_count("num_microbatches", num_microbatches)
     schedule = schedule_of(name)
     _check_group(name, schedule, pp, group)
-    return _plan(name, schedule, pp, vpp, num_microbatches, group, forward_only)
+    return plan_of(name, schedule, pp, vpp, num_microbatches, group, forward_only)
 
 
 def _has_equal_rounds(pp: int, vpp: int, num_microbatches: int) -> bool:
@@ -272,7 +272,7 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(_REGISTERED)
 
 # Evaluation and the last batch of an epoch have numbers of their own, so a run needs a few.
 @lru_cache(maxsize=64)
-def _plan(
+def plan_of(
     name: str,
     schedule: Schedule,
     pp: int,
@@ -281,6 +281,7 @@ def _plan(
     group: int | None,
     forward_only: bool,
 ) -> Plan:
+    """The checked and lowered lists of a schedule, whatever its rule says of the numbers."""
     placement = _placement(schedule, pp, vpp)
     options = {"group": group} if schedule.grouped else {}
     listed = (

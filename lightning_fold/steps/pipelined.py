@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 from torch import Tensor, nn
 
 from lightning_fold import params
@@ -31,6 +32,7 @@ from lightning_fold.pipeline.layout import Layout, even_layout, parse_layout
 from lightning_fold.pipeline.placement import Placement
 from lightning_fold.pipeline.probe import probe
 from lightning_fold.pipeline.schedules import Plan, actions_of
+from lightning_fold.pipeline.short import actions_of_few, is_too_few, nearest_count
 from lightning_fold.steps.closure import check_module, fire_backward_hooks, install_closure
 from lightning_fold.steps.joined import joined
 from lightning_fold.steps.logs import MicrobatchLogs
@@ -239,18 +241,18 @@ class PipelinedSteps:
             # The only division, as in the strategy's backward without pipelines.
             scale=lambda loss: self._scale(loss / (dp * accumulate)),
         )
-        return UserStep(context, name, self._pieces(batch), rest, train)
+        return UserStep(context, name, self._pieces(batch, train=train), rest, train)
 
-    def _pieces(self, batch: Any) -> Pieces:
+    def _pieces(self, batch: Any, *, train: bool) -> Pieces:
         """The microbatches of this rank: as many on every rank. Collective over all ranks."""
         own = getattr(self.module, "split_batch", None)
         named = own is None or self.config.microbatch_size is not None
         rows, shape = rows_of(batch) if named else 0, fingerprint(batch)
         if own is None:
-            return split(batch, self._agreed(rows, rows, shape))
+            return split(batch, self._agreed(rows, rows, shape, train=train))
         # It alone knows how many pieces the batch has.
         batches = list(own(batch, self._wanted(rows)))
-        count = self._agreed(len(batches), rows, shape)
+        count = self._agreed(len(batches), rows, shape, train=train)
         if len(batches) > count > 0:
             batches = list(own(batch, count))
         if len(batches) != count or not batches:
@@ -267,14 +269,24 @@ class PipelinedSteps:
             return -(-rows // config.microbatch_size)
         return config.num_microbatches or MICROBATCHES_PER_STAGE * self.comm.size("pp")
 
-    def _agreed(self, limit: int, rows: int, shape: int) -> int:
+    def _agreed(self, limit: int, rows: int, shape: int, *, train: bool) -> int:
         own = torch.tensor([[limit, rows, shape]], device=self.device)
         world = self.comm.size("pp") * self.comm.size("stage")
         told = torch.empty(world, 3, dtype=own.dtype, device=self.device)
         dist.all_gather_into_tensor(told, own)
         flat = self.comm.to_host(told.flatten(), why="rows of all ranks' batches, once a step")
         self._check_peers(flat[2::3])
-        return min(self._wanted(max(flat[1::3])), *flat[::3])
+        count = min(self._wanted(max(flat[1::3])), *flat[::3])
+        return nearest_count(num_microbatches=count, **self._shape) if train else count
+
+    @property
+    def _shape(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "name": config.pipeline_schedule,
+            "pp": config.pipeline_parallel_size,
+            "vpp": config.virtual_pipeline_size,
+        }
 
     def _check_peers(self, shapes: Sequence[int]) -> None:
         """All ranks of a pipeline, a sequence and a layer have to read the same batch."""
@@ -291,14 +303,15 @@ class PipelinedSteps:
                 )
 
     def _plan(self, count: int, *, forward_only: bool = False) -> Plan:
-        config = self.config
-        return actions_of(
-            config.pipeline_schedule,
-            pp=config.pipeline_parallel_size,
-            vpp=config.virtual_pipeline_size,
-            num_microbatches=count,
-            forward_only=forward_only,
-        )
+        shape = self._shape
+        if not forward_only and is_too_few(num_microbatches=count, **shape):
+            rank_zero_warn(
+                f"a batch gives {count} microbatches, too few for {shape['name']!r}: all its "
+                "forwards run before its backwards. That costs time only; batches with more rows, "
+                "or drop_last=True where it is the last one, avoid it."
+            )
+            return actions_of_few(num_microbatches=count, **shape)
+        return actions_of(num_microbatches=count, forward_only=forward_only, **shape)
 
     def _from_last(self, loss: Tensor | None) -> Tensor:
         """The loss of the last stage, on every rank. Collective over pp."""

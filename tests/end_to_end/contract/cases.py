@@ -20,6 +20,7 @@ PARITY: dict[int, dict[str, tuple[str, ...]]] = {
             "validated", "interrupted", "clipped_accumulated", "padded", "grouped", "tied", "late",
             "frozen_experts", "adamw_fused", "checkpointed",
         ),
+        "pp2zbv": ("clipped_accumulated", "few"),
     },
     4: {
         "pp2ep2": ("clipped_accumulated", "padded"),
@@ -44,8 +45,7 @@ SLOW_PARITY: dict[int, dict[str, tuple[str, ...]]] = {
             "sgd", "clipped_value", "adamw_foreach", "odd_length", "biased", "frozen_router",
             "frozen_embedding", "unfreezing", "stale", "fp32",
         ),
-        # One layer and nothing else on two of the four stages.
-        "pp2zbv": ("clipped_accumulated", "tied", "padded", "checkpointed"),
+        "pp2zbv": ("tied", "padded", "checkpointed", "grouped"),
     },
     4: {
         "tp4ep4": ("tied",), "tp2ep4": ("sgd",), "pp2tp2": ("validated", "tied", "padded"),

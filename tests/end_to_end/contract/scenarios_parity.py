@@ -162,6 +162,8 @@ OPTIONS = {
     "adamw_foreach": Option(lit={"optimizers": lambda module: adamw(module, foreach=True)}),
     "grouped": Option(lit={"optimizers": grouped}),
     "padded": Option(lit={"rows": batches(12, padded=True)}),
+    # Fewer rows than microbatches.
+    "few": Option(lit={"global_batch": 3}),
     "odd_length": Option(lit={"rows": batches(12, length=5)}),
     "short": Option(lit={"rows": batches(12, length=3)}),
     "tied": Option(model={"tie_word_embeddings": True}),

@@ -48,7 +48,7 @@ def plateau(context: Context) -> dict[str, Any]:
     for monitor in ("val_loss", "train_loss"):
         module, rates = Watched(mixtral()), Rates()
         module.monitor = monitor
-        stop = EarlyStopping(monitor, patience=3, min_delta=0.5, check_on_train_epoch_end=True)
+        stop = EarlyStopping(monitor, patience=3, min_delta=1.0, check_on_train_epoch_end=True)
         trainer = context.trainer(max_epochs=8, limit_val_batches=2, callbacks=[rates, stop])
         trainer.fit(module)
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}

@@ -40,7 +40,14 @@ MAPPINGS: dict[str, dict[str, Any]] = {
     },
     # Three microbatches of four rows: one of them has another size.
     "pp2": PP2,
-    "pp2zbv": {**PP2, "pipeline_schedule": "zbv", "virtual_pipeline_size": 2},
+    # One layer and nothing else on two of its four stages.
+    "pp2zbv": {
+        "pipeline_parallel_size": 2,
+        "num_microbatches": 4,
+        "pipeline_schedule": "zbv",
+        "virtual_pipeline_size": 2,
+        "pipeline_layout": "E|t|t|L",
+    },
     "pp2ep2": {**PP2, "num_microbatches": 2, "expert_parallel_size": 2},
     "pp2tp2": {**PP2, "tensor_parallel_size": 2},
 }
@@ -131,6 +138,8 @@ def run(name: str, world: int, rank: int, folder: Path) -> dict[str, Any]:
     own = folder / "files" / name
     own.mkdir(parents=True, exist_ok=True)
     context = Context(world, rank, own, folder.parent, mapping or "plain", option)
+    # What a scenario before has left by seed_everything.
+    os.environ.pop("PL_GLOBAL_SEED", None)
     torch.manual_seed(17)
     value: dict[str, Any] = scenario(context)
     return value
