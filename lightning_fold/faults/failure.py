@@ -64,11 +64,8 @@ class RankFailedError(RuntimeError):
 
 def raised(error: BaseException, rank: int, *, when: str) -> Failure:
     """The failure of a rank by an exception; `when` is like "at step 3" or empty."""
-    cause = summary(error)
-    stack = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    lines = [line for _, line in traceback.walk_tb(error.__traceback__)]
-    place = ""
-    for frame, line in zip(reversed(stack), reversed(lines), strict=True):
+    cause, place = summary(error), ""
+    for frame, line in reversed(list(_frames(error))):
         if is_users(frame.f_code):
             place = f", in {position(frame.f_code, line)}"
             break
@@ -125,6 +122,13 @@ def marked(error: BaseException) -> str | None:
     """The line that `mark` left."""
     notes = [note for note in getattr(error, _NOTES, []) if re.match(r"rank \d+ ", note)]
     return notes[-1] if notes else None
+
+
+def _frames(error: BaseException | None) -> Iterator[tuple[FrameType, int]]:
+    """Where an exception and those that it was made of have passed, the innermost last."""
+    while error is not None:
+        yield from traceback.walk_tb(error.__traceback__)
+        error = error.__cause__
 
 
 def _texts(error: BaseException | None) -> Iterator[str]:

@@ -188,9 +188,10 @@ class PipelinedSteps:
         loss = self._run(step)
         if syncs:
             params.reduce_held(folded.roots)
+            # Before the twins' sum, which is of what two stages have computed.
+            if sentinel is not None:
+                sentinel.finish()
             self._sum_twins()
-        if sentinel is not None and syncs:
-            sentinel.finish()
         loss = self._from_last(loss)
         with self._forward_context("training_step"):
             self.logs.mirror()

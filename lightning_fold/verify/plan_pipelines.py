@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from lightning_fold.topology.folding import Folding
 from lightning_fold.verify.plan import AUX_FORMULAS, MAIN_MODELS, Case
 
 SCHEDULES = {
@@ -195,12 +196,17 @@ def _folded_cases() -> list[Case]:
     """Every mapping with every family, with and without recomputation, by schedules in turn."""
     cases = []
     for i, mapping in enumerate(MAPPINGS):
-        ways: Sequence[Way] = _FOUR_STAGES if "pp4" in mapping else _TWO_STAGES
+        ways = _ways(mapping)
         for j, model in enumerate(MAIN_MODELS):
             # The plainest way without, the others in turn with recomputation.
             way = ways[(i + j) % len(ways)]
             cases.append(ways[0].case(model, mapping, clip=j == 0))
             cases.append(way.case(model, mapping, feature="selective", clip=j > 0))
     full = [way.case("decoder", MAPPINGS[0], feature="full") for way in (_PLAIN, _ZBV)]
-    aux = [_PLAIN.case("decoder", m, feature="aux") for m in MAPPINGS[:5]]
+    aux = [_ways(mapping)[0].case("decoder", mapping, feature="aux") for mapping in MAPPINGS[:5]]
     return [*cases, *full, *aux]
+
+
+def _ways(mapping: str) -> Sequence[Way]:
+    """The plainest first; for as many stages as the mapping has ranks of a pipeline."""
+    return _FOUR_STAGES if Folding.from_id(mapping).pp == 4 else _TWO_STAGES

@@ -24,7 +24,6 @@ def outcome_of(
 ) -> Callable[[Case], Outcome]:
     """The outcome of a case; its world runs all selected cases when the first one is asked for."""
     outcomes = request.config.stash.setdefault(OUTCOMES, {})
-    # Parameters of other tests may bear the same names.
     selected = _selected_cases(request.session.items)
     wanted = dict.fromkeys(case for case in selected if isinstance(case, Case))
 
@@ -40,7 +39,9 @@ def outcome_of(
 
 def _selected_cases(items: list[pytest.Item]) -> Iterator[object]:
     for item in items:
-        params = item.callspec.params if hasattr(item, "callspec") else {}
+        # Cases of other tests are for runs of their own.
+        asks = "outcome_of" in getattr(item, "fixturenames", ())
+        params = item.callspec.params if asks and hasattr(item, "callspec") else {}
         if "case" in params:
             yield params["case"]
         yield from params.get("cases", ())

@@ -7,7 +7,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -68,7 +68,10 @@ def counted(schedule: str, **options: Any) -> Counted:
 
 
 COUNTED = [counted(name) for name in SCHEDULES]
-LENGTHS = [counted(name, lengths=True) for name in ("1f1b", "zbv")]
+LENGTHS = [
+    replace(counted("1f1b", lengths=True), model="decoder-tied"),
+    counted("zbv", lengths=True),
+]
 
 # ------------------------------------------------------------ on the ranks
 
@@ -240,11 +243,12 @@ class FirstGradients(pl.Callback):
 
 
 def trained_with_lengths(case: Counted) -> dict[str, Any]:
-    """Errors against one process that runs the whole padded batch."""
+    """Errors against one process that runs the whole padded batch, and a sentinel looks on."""
     model = cases.build_model(case.model, decoder=decoder).double()
     loss = model(**long_and_short()).loss
     loss.backward()
-    module, first, strategy = Trimmed(case), FirstGradients(), build_strategy(case)
+    module, first = Trimmed(case), FirstGradients()
+    strategy = build_strategy(case, sentinel_every=1)
     build_trainer(
         case, strategy, max_steps=1, callbacks=[first], use_distributed_sampler=False
     ).fit(module)

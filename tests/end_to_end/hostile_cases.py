@@ -108,7 +108,7 @@ def piped(name: str, says: str, *, slow: bool = True, **changes: Any) -> Case:
 PIPELINES = [
     piped(
         "pp does not divide the world",
-        r"pp=3 .*Legal pp.*: 1, 2\. .*Change `pipeline_parallel_size`",
+        r"pp \* stage_size must equal world\. Legal pp: 1, 2\. .*Change `pipeline_parallel_size`",
         pipeline_parallel_size=3,
         slow=False,
     ),

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pipeline_faults
 import pytest
 from _pytest.mark import ParameterSet
-from test_endings import END_SECONDS, START_SECONDS, started
+from test_endings import END_SECONDS, START_SECONDS, Run, started
 
 SCRIPT = Path(pipeline_faults.__file__)
 
@@ -56,9 +59,19 @@ def test_last_line_names_rank_stage_microbatch_and_action(
 ) -> None:
     with started([sys.executable, str(SCRIPT), fault], tmp_path / "run") as run:
         status = run.wait(START_SECONDS + END_SECONDS)
+        # Where the process is killed that was started first, the other one has the last word.
+        wait_for_group(run)
     assert re.search(says, run.last_line), run.log
     assert status == (-signal.SIGKILL if fault == "kill the first stage" else 1)
     assert {step for _, step in run.steps().values()} == {pipeline_faults.FAULT_STEP}
+
+
+def wait_for_group(run: Run) -> None:
+    deadline = time.monotonic() + END_SECONDS
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(run.process.pid, 0)
+            time.sleep(0.1)
 
 
 @pytest.mark.slow
