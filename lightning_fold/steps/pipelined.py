@@ -271,10 +271,8 @@ class PipelinedSteps:
         return config.num_microbatches or MICROBATCHES_PER_STAGE * self.comm.size("pp")
 
     def _agreed(self, limit: int, rows: int, shape: int, *, train: bool) -> int:
-        own = torch.tensor([[limit, rows, shape]], device=self.device)
-        world = self.comm.size("pp") * self.comm.size("stage")
-        told = torch.empty(world, 3, dtype=own.dtype, device=self.device)
-        dist.all_gather_into_tensor(told, own)
+        own = torch.tensor([limit, rows, shape], device=self.device)
+        told = self.comm.gather_from_all(own)
         flat = self.comm.to_host(told.flatten(), why="rows of all ranks' batches, once a step")
         self._check_peers(flat[2::3])
         count = min(self._wanted(max(flat[1::3])), *flat[::3])

@@ -207,6 +207,13 @@ class Comm:
         works = Works(dist.batch_isend_irecv(ops) if ops else ())
         return Pending(received, works, sent=x)
 
+    def gather_from_all(self, x: Tensor) -> Tensor:
+        """The tensors of all ranks of the world, stacked. Collective over the world."""
+        out = x.new_empty(dist.get_world_size(), *x.shape)
+        self._count("world", "all_gather", x)
+        _all_gather(out.flatten(0, 1) if x.dim() else out, x.contiguous())
+        return out
+
     def start_send(self, tensors: Sequence[Tensor], *, to: int, axis: str) -> Works:
         """Begin to send contiguous `tensors` to the rank `to` of `axis`, which receives as many.
 

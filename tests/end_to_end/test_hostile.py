@@ -18,6 +18,7 @@ import pytest
 import yaml
 from hostile_cases import ALL, BASE, Case
 from hostile_checkpoints import TRAP, prepare, write_good
+from hostile_pipelines import PIPELINES
 
 LIMIT_SECONDS = 60
 AT_ONCE = 2
@@ -36,7 +37,10 @@ class Ending:
     executed: bool
 
 
-CASES = [pytest.param(case, id=case.name.replace(" ", "-"), marks=case.marks) for case in ALL]
+CASES = [
+    pytest.param(case, id=case.name.replace(" ", "-"), marks=case.marks)
+    for case in (*ALL, *PIPELINES)
+]
 
 
 def write_config(case: Case, folder: Path, good: Path) -> None:

@@ -40,7 +40,6 @@ ENDINGS = [
         "kill the last stage",
         r"rank 1 was killed by signal 9 \(SIGKILL\) at step 2 "
         r"\(rank 0 at stage 0, microbatch \d, action 0\w+\)",
-        slow=False,
     ),
     ending("kill the first stage", r"rank 0 ended without a word"),
     ending("call twice", LAST + r"calls it more than once \(`self\.model`\)\. Under pipeline_par"),

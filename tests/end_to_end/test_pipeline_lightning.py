@@ -18,6 +18,7 @@ from torch import Tensor
 
 PROJECT = Path(pipeline_project.__file__)
 MODULES = list(pipeline_project.MODULES)
+CASES = [m if m == "own_loss" else pytest.param(m, marks=pytest.mark.slow) for m in MODULES]
 # Hugging Face computes norms, router and its loss in fp32 whatever the dtype.
 TOLERANCE = 1e-6
 # What the modules themselves note, which a pipeline does for each microbatch.
@@ -27,11 +28,15 @@ Hook = tuple[str, dict[str, float]]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     root = tmp_path_factory.mktemp("pipeline")
+    selected = {
+        i.callspec.params.get("module") for i in request.session.items if hasattr(i, "callspec")
+    }
+    modules = [module for module in MODULES if module in selected]
     for strategy, devices in (("ddp", "1"), ("pp", "2")):
         run = subprocess.run(
-            [sys.executable, str(PROJECT), strategy, devices, str(root / strategy), *MODULES],
+            [sys.executable, str(PROJECT), strategy, devices, str(root / strategy), *modules],
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
@@ -57,7 +62,7 @@ def logged(folder: Path, strategy: str, module: str) -> list[dict[str, float]]:
         ]
 
 
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("module", CASES)
 def test_every_step_logs_the_same(module: str, folder: Path) -> None:
     ours, theirs = logged(folder, "pp", module), logged(folder, "ddp", module)
     assert len(ours) == len(theirs) > 10
@@ -65,7 +70,7 @@ def test_every_step_logs_the_same(module: str, folder: Path) -> None:
         assert row == pytest.approx(other, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("module", CASES)
 def test_every_rank_ends_with_the_same_metrics_checkpoints_and_epoch(
     module: str, folder: Path
 ) -> None:
@@ -79,7 +84,7 @@ def test_every_rank_ends_with_the_same_metrics_checkpoints_and_epoch(
             assert run[key] == reference[key], key
 
 
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("module", CASES)
 def test_checkpoints_have_the_same_names_and_weights(module: str, folder: Path) -> None:
     saved = {
         strategy: sorted((folder / strategy / module / "checkpoints").iterdir())
@@ -101,7 +106,7 @@ def _check_close(value: Tensor, target: Tensor, name: str) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("module", CASES)
 def test_hooks_come_in_the_same_order_with_the_same_metrics(
     module: str, rank: int, folder: Path
 ) -> None:

@@ -17,8 +17,8 @@ PARITY: dict[int, dict[str, tuple[str, ...]]] = {
             "biased", "frozen_router", "checkpointed", "toggling", "manual", "fp32",
         ),
         "pp2": (
-            "validated", "interrupted", "clipped_accumulated", "padded", "grouped", "tied", "late",
-            "frozen_experts", "adamw_fused", "checkpointed",
+            "validated", "interrupted", "clipped_accumulated", "padded", "tied", "frozen_experts",
+            "adamw_fused",
         ),
         "pp2zbv": ("clipped_accumulated", "few"),
     },
@@ -43,7 +43,7 @@ SLOW_PARITY: dict[int, dict[str, tuple[str, ...]]] = {
         ),
         "pp2": (
             "sgd", "clipped_value", "adamw_foreach", "odd_length", "biased", "frozen_router",
-            "frozen_embedding", "unfreezing", "stale", "fp32",
+            "frozen_embedding", "unfreezing", "stale", "fp32", "grouped", "late", "checkpointed",
         ),
         "pp2zbv": ("tied", "padded", "checkpointed", "grouped"),
     },
@@ -72,7 +72,7 @@ OTHERS: dict[int, tuple[str, ...]] = {
         "held-full@dp2", "held-optimizer@dp2",
         "entry_points@pp2", "predict-33@pp2", "logging@pp2", "callbacks-sharded@pp2",
         "plateau@pp2", "dropout@pp2", "precision-16-mixed_torch@pp2", "overflow@pp2",
-        "unseeded@pp2", "served@pp2", "own_loss@pp2", "packed@pp2", "refused@pp2",
+        "served@pp2", "own_loss@pp2", "packed@pp2", "refused@pp2",
         "resume-sharded_grouped@pp2", "written-adamw@pp2", "adopted-2_adamw_ddp@pp2",
     ),
     4: (
@@ -83,7 +83,7 @@ OTHERS: dict[int, tuple[str, ...]] = {
 }  # fmt: skip
 SLOW_OTHERS: dict[int, tuple[str, ...]] = {
     2: (
-        "sampler@pp2", "callbacks-whole@pp2", "second_module@pp2", "reshard@pp2",
+        "unseeded@pp2", "sampler@pp2", "callbacks-whole@pp2", "second_module@pp2", "reshard@pp2",
         "dropout-recomputed@pp2", "precision-64-true@pp2", "precision-bf16-mixed@pp2",
         "precision-bf16-true@pp2", "precision-16-mixed@pp2", "resume-whole_grouped@pp2",
         "written-grouped@pp2", "early-sharded@pp2", "weights_only-whole@pp2",

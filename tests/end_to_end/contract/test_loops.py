@@ -132,7 +132,7 @@ def test_a_second_module_on_one_trainer_is_folded(
     assert worst(run["after"], reference["after"])[0] < 1e-9
 
 
-@pytest.mark.parametrize("mapping", ["ep2", "pp2"])
+@pytest.mark.parametrize("mapping", ["ep2", pytest.param("pp2", marks=pytest.mark.slow)])
 def test_unseeded_ranks_start_from_rank_0(mapping: str, two: Run) -> None:
     run = two(f"unseeded@{mapping}")
     assert worst(run["start"], run["wanted"])[0] == 0.0
