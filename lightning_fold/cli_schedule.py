@@ -11,6 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_fold.checkpoint.files import write_whole
 from lightning_fold.cli_config import CommandParser, in_options, writable
 from lightning_fold.cli_errors import UsageError
 from lightning_fold.pipeline.picture import draw_timelines
@@ -22,7 +23,7 @@ from lightning_fold.pipeline.schedules import (
     schedule_of,
 )
 from lightning_fold.pipeline.simulate import Costs, simulate
-from lightning_fold.pipeline.timeline import Timeline, write_trace, write_whole
+from lightning_fold.pipeline.timeline import Timeline, write_trace
 
 ALL = "all"
 MAX_CELLS = 1 << 14

@@ -19,7 +19,6 @@ from lightning_fold.model.fold import FoldedModel
 from lightning_fold.params.sentinel import Sentinel
 from lightning_fold.saving import SavingStrategy
 from lightning_fold.steps.pipelined import PipelinedSteps
-from lightning_fold.topology.folding import Folding
 
 
 class SteppingStrategy(SavingStrategy):
@@ -30,11 +29,6 @@ class SteppingStrategy(SavingStrategy):
         sentinel: Watches over training; None where nothing does.
         pipeline: Runs steps in a pipeline; None where there is none.
     """
-
-    @property
-    def folding(self) -> Folding:
-        """The mapping."""
-        return self.meshes.folding
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +108,7 @@ class SteppingStrategy(SavingStrategy):
         """
         if self.sentinel is not None:
             self.sentinel.before_backward()
-        loss = super().backward(closure_loss / self.folding.dp, optimizer, *args, **kwargs)
+        loss = super().backward(closure_loss / self.comm.size("dp"), optimizer, *args, **kwargs)
         if self.sentinel is not None and self._syncs:
             self.sentinel.finish()
         return loss

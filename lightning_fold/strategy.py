@@ -284,7 +284,7 @@ class FoldedMoEStrategy(SteppingStrategy):
         super().setup_optimizers(trainer)
         current = dict(self._module.named_parameters())
         before = {key: name for key, (ref, name) in self._names_before.items() if ref() is not None}
-        elsewhere = () if self.pipeline is None else self.pipeline.cut.whole.parameters
+        elsewhere = () if self._whole is None else self._whole.parameters
         for optimizer in self.optimizers:
             compat.rebind_stale_parameters(
                 optimizer, current=current, names_before=before, elsewhere=elsewhere

@@ -4,6 +4,7 @@ Invariant: `sum_over_world` and `run_folder` are collective and everything else 
 caller may branch on the rank only after them. Holds no state and draws nothing.
 """
 
+import io
 import os
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from matplotlib.figure import Figure
 from torch import Tensor
+
+from lightning_fold.checkpoint.files import write_whole
 
 
 def is_log_step(trainer: Trainer) -> bool:
@@ -51,10 +54,7 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
     """Write a PNG so that a reader sees the old picture or the new one, never half of one."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        figure.savefig(partial, format="png", dpi=150)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=150)
+    write_whole(path, picture.getvalue())
     return path

@@ -67,6 +67,16 @@ def clear_partial(path: Path) -> None:
     _delete(partial_of(path))
 
 
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that appears complete or not at all; its folder must exist."""
+    try:
+        with written(partial_of(path)) as file:
+            file.write(content)
+        publish(partial_of(path), path)
+    finally:
+        clear_partial(path)
+
+
 def check_space(path: Path, num_bytes: int) -> None:
     """Make sure that `num_bytes` fit beside what is there.
 

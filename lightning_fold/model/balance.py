@@ -100,12 +100,16 @@ class Balance:
 
     # One forward.
 
-    def collects(self, core: nn.Module) -> bool:
-        """Whether a forward that begins now makes losses or counts; equal on all ranks."""
+    def makes_losses(self, core: nn.Module) -> bool:
+        """Whether a forward that begins now makes losses; equal on all ranks."""
+        return bool(self.options.balances) and self._collects(core)
+
+    def _collects(self, core: nn.Module) -> bool:
+        """Whether it makes losses or counts."""
         return (core.training and torch.is_grad_enabled()) or self.takes_over
 
     def _enter(self, core: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        self._collected = [] if self.collects(core) else None
+        self._collected = [] if self._collects(core) else None
         # In the call and not in the user's config, which outlives the run.
         return (args, kwargs | {"output_router_logits": False}) if self.takes_over else None
 

@@ -159,15 +159,10 @@ def fold_model(
     stage = None if cut is None else cut(module, parts, decoder, routing.routers)
     if stage is not None:
         parts, decoder = stage.parts, stage.decoder
-    pads = capacity is not None and capacity.pad
-    watch = TokenWatch(tokens, comm, asks_peers=pads)
+    watch = TokenWatch(tokens, comm, asks_peers=capacity is not None and capacity.pad)
     watch.install(parts)
     shared = shared_blocks(module, parts.shared)
-    comms = {
-        spec.name: Comm(comm.meshes.of(own_foldings[spec.name]), comm.telemetry)
-        for spec in parts.experts
-        if spec.name in own_foldings
-    }
+    comms = _layer_comms(parts, own_foldings, comm)
     halved = swap_experts(
         parts.experts,
         comm=comm,
@@ -181,18 +176,14 @@ def fold_model(
         TensorParallel(comm, tokens).apply(decoder)
     if comm.size("cp") > 1:
         ContextParallel(comm, tokens, context_method).apply(parts)
-    passage = None if stage is None else stage.passage
+    passage = None
     if stage is not None:
+        passage = stage.passage
         # Schedules may put weight gradients off; without one that does, nothing changes.
         defer_linears(parts.core)
     balance = install_balance(routing, parts, comm=comm, tokens=tokens, passage=passage)
     apply_recompute(parts, activation_checkpointing, tokens)
-    families = assign_families(
-        [name for name, _ in module.named_parameters()],
-        experts=[spec.name for spec in parts.experts],
-        routers=parts.routers,
-        shared=parts.shared,
-    )
+    families = _families(module, parts)
     watched = watch_list(module, families=families, comm=comm, layer_comms=comms)
     sharded, roots = _shard(parts, outside, watched, comm, frees_after_forward)
     return FoldedModel(
@@ -209,6 +200,26 @@ def fold_model(
         passage=passage,
         balance=balance,
         added=routing.adds_bias,
+    )
+
+
+def _layer_comms(
+    parts: ModelParts, own_foldings: Mapping[str, Folding], comm: Comm
+) -> dict[str, Comm]:
+    """Collectives of experts in layers with their own folding, by the container's name."""
+    return {
+        spec.name: Comm(comm.meshes.of(own_foldings[spec.name]), comm.telemetry)
+        for spec in parts.experts
+        if spec.name in own_foldings
+    }
+
+
+def _families(module: nn.Module, parts: ModelParts) -> dict[str, Family]:
+    return assign_families(
+        [name for name, _ in module.named_parameters()],
+        experts=[spec.name for spec in parts.experts],
+        routers=parts.routers,
+        shared=parts.shared,
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from torch import nn
 
@@ -22,6 +23,8 @@ from lightning_fold.model.structure import DecoderParts
 from lightning_fold.pipeline.placement import Foreign, Hollow, Placement
 from lightning_fold.pipeline.probe import Anatomy, refuse
 from lightning_fold.pipeline.stage import StageRunner
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -70,50 +73,42 @@ def cut(
     Raises:
         ValueError: A module that runs before the layers returns no [B, S, D].
     """
-    owners, twins = _owners(root, parts, anatomy, placement)
+    tied = _tied_names(root, anatomy)
+    owners = _owners(parts, anatomy, placement, tied)
     whole = WholeModel.of(root, owners)
+    is_divided = placement.ranks[0] != placement.ranks[-1]
+    twins = tuple(sorted(tied.intersection(whole.parameters))) if is_divided else ()
     first = root.get_submodule(anatomy.before[0]) if anatomy.before else parts.core
     dtype = next(first.parameters()).dtype
-    ends = _End(anatomy.before, 0), _End(anatomy.after, len(placement.layout.stages) - 1)
-    tied = {name.rpartition(".")[0] for name in _tied_names(root, anatomy)}
-    hollows: dict[str, Hollow] = {}
-    for end in ends:
-        is_here = any(stage.index == end.stage for stage in placement.own)
-        is_other_end = any(stage.index == other.stage for other in ends for stage in placement.own)
-        for name in end.names:
-            module = root.get_submodule(name)
-            stand: nn.Module = Foreign(name, module)
-            if end.stage == 0:
-                stand = hollows[name] = Hollow(module, _width(parts, name, module, anatomy), dtype)
-            if not is_here and not (name in tied and is_other_end):
-                _put(root, name, stand)
+    hollows = {
+        name: Hollow(module, _width(parts, name, module, anatomy), dtype)
+        for name in anatomy.before
+        for module in [root.get_submodule(name)]
+    }
+    shared = {name.rpartition(".")[0] for name in tied}
+    has_end = placement.has_first or placement.has_last
+    for name in (*anatomy.before, *anatomy.after):
+        is_here = placement.has_first if name in hollows else placement.has_last
+        if not is_here and not (name in shared and has_end):
+            _put(root, name, hollows.get(name) or Foreign(name, root.get_submodule(name)))
     _drop_layers(root, parts, placement)
     upstream = _upstream(parts, routers, placement)
     stages = StageRunner(
         root, parts, anatomy, placement, hollows=hollows, dtype=dtype, upstream=upstream
     )
-    left = _left(root, parts, placement)
-    return CutModel(left, _left_decoder(decoder, left, placement), whole, stages, twins)
-
-
-@dataclass(frozen=True)
-class _End:
-    """Modules beside the layers at one end of the model, and the stage that owns them."""
-
-    names: tuple[str, ...]
-    stage: int
+    kept = {id(module) for module in root.modules()}
+    return CutModel(_left(parts, kept), _left_decoder(decoder, kept), whole, stages, twins)
 
 
 def _owners(
-    root: nn.Module, parts: ModelParts, anatomy: Anatomy, placement: Placement
-) -> tuple[Callable[[str], tuple[int, ...]], tuple[str, ...]]:
-    """Ranks that hold a name, and the names of parameters that both ends hold."""
+    parts: ModelParts, anatomy: Anatomy, placement: Placement, tied: Collection[str]
+) -> Callable[[str], tuple[int, ...]]:
+    """Ranks that hold a name; both ends hold a tied one."""
     first, last = placement.ranks[0], placement.ranks[-1]
     layers = {
         f"{name}.": placement.ranks_of(lambda stage, i=i: i in stage.layers)  # type: ignore[misc]
         for i, (name, _) in enumerate(parts.layers)
     }
-    tied = _tied_names(root, anatomy)
 
     def of(name: str) -> tuple[int, ...]:
         for prefix, ranks in layers.items():
@@ -126,9 +121,7 @@ def _owners(
             return (first,) if owner in anatomy.before else (last,)
         return tuple(range(max(placement.ranks) + 1))
 
-    named = {name for name, _ in root.named_parameters()}
-    twins = tuple(sorted(named & tied)) if first != last else ()
-    return of, twins
+    return of
 
 
 def _tied_names(root: nn.Module, anatomy: Anatomy) -> set[str]:
@@ -177,39 +170,31 @@ def _drop_layers(root: nn.Module, parts: ModelParts, placement: Placement) -> No
             _put(root, name, Foreign(name, layer))
 
 
-def _left(root: nn.Module, parts: ModelParts, placement: Placement) -> ModelParts:
-    own = sorted(i for stage in placement.own for i in stage.layers)
-    layers = tuple(parts.layers[i] for i in own)
-
-    def here(names: Collection[str]) -> tuple[str, ...]:
-        return tuple(n for n in names if any(n.startswith(f"{layer}.") for layer, _ in layers))
-
-    kept = set(here([spec.name for spec in parts.experts]))
+def _left(parts: ModelParts, kept: Collection[int]) -> ModelParts:
+    """The parts whose modules, by their ids, are still in the tree."""
+    layers = tuple((name, layer) for name, layer in parts.layers if id(layer) in kept)
+    inside = tuple(f"{name}." for name, _ in layers)
     return replace(
         parts,
         layers=layers,
-        experts=tuple(spec for spec in parts.experts if spec.name in kept),
-        routers=here(parts.routers),
-        shared=here(parts.shared),
+        experts=tuple(spec for spec in parts.experts if id(spec.module) in kept),
+        routers=tuple(name for name in parts.routers if name.startswith(inside)),
+        shared=tuple(name for name in parts.shared if name.startswith(inside)),
     )
 
 
-def _left_decoder(
-    decoder: DecoderParts | None, left: ModelParts, placement: Placement
-) -> DecoderParts | None:
+def _left_decoder(decoder: DecoderParts | None, kept: Collection[int]) -> DecoderParts | None:
     if decoder is None:
         return None
-    names = {name for name, _ in left.layers}
-    has_first = any(stage.index == 0 for stage in placement.own)
-    has_last = any(stage.index == len(placement.ranks) - 1 for stage in placement.own)
-    head, embedding = decoder.lm_head, decoder.embed_tokens
-    tied = None not in (head, embedding) and head.weight is embedding.weight  # type: ignore[union-attr]
-    has_embedding = has_first or (has_last and tied)
+
+    def left(module: Module | None) -> Module | None:
+        return module if id(module) in kept else None
+
     return replace(
         decoder,
-        layers=tuple(layer for layer in decoder.layers if layer.name in names),
-        starts=0 in {i for stage in placement.own for i in stage.layers},
-        embed_tokens=embedding if has_embedding else None,
-        norm=decoder.norm if has_last else None,
-        lm_head=head if has_last or (has_first and tied) else None,
+        layers=tuple(layer for layer in decoder.layers if id(layer.module) in kept),
+        starts=id(decoder.layers[0].module) in kept,
+        embed_tokens=left(decoder.embed_tokens),
+        norm=left(decoder.norm),
+        lm_head=left(decoder.lm_head),
     )

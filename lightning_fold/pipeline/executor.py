@@ -85,14 +85,14 @@ class Executor:
 
     Args:
         comm: Collectives; messages travel over pp.
-        num_stages: StageRunner of all ranks.
+        num_stages: Stages of all ranks.
         device: Of the tensors.
 
     Attributes:
         peak_live: Most microbatches, over all stages of this rank, between forward and backward in
             the latest step.
         sends: Messages on their way, and how many they were at most in the latest step.
-        where: Stage, microbatch and action that run, for messages; empty between steps.
+        action: What runs; None between steps.
         stamps: Start and end of every action, if somebody asked.
     """
 
@@ -102,7 +102,7 @@ class Executor:
         self.device = device
         self.peak_live = 0
         self.sends = Sends(device)
-        self.where = ""
+        self.action: ir.Action | None = None
         self.stamps = Stamps(device)
         self._flight = _Flight()
         self._store = WeightStore()
@@ -129,9 +129,7 @@ class Executor:
             ir.RECV_B: self._receive,
         }
         for action in plan.lowered[rank]:
-            self.where = (
-                f"stage {action.stage_index}, microbatch {action.microbatch_index}, action {action}"
-            )
+            self.action = action
             try:
                 verbs[action.computation_type](action)
                 self.sends.reap()
@@ -141,7 +139,13 @@ class Executor:
                     f"{type(error).__name__}: {error}"
                 ) from error
         self.sends.finish()
-        self._flight, self.where = _Flight(), ""
+        self._flight, self.action = _Flight(), None
+
+    @property
+    def where(self) -> str:
+        """Stage, microbatch and action that run, for messages; empty between steps."""
+        a = self.action
+        return f"stage {a.stage_index}, microbatch {a.microbatch_index}, action {a}" if a else ""
 
     # Compute.
 
@@ -178,12 +182,12 @@ class Executor:
             ]
             if pairs:
                 torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
-        if self._puts_off:
-            later = self._store.take()
-            if action.computation_type == ir.I:
-                self._flight.later[key] = later
-            else:
-                later()
+            if self._puts_off:
+                later = self._store.take()
+                if action.computation_type == ir.I:
+                    self._flight.later[key] = later
+                else:
+                    later()
         if stage > 0:
             got = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in live.inputs)
             self._give("B", stage - 1, m, got)

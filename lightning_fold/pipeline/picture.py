@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_fold.pipeline.timeline import KINDS, Span, Timeline, write_whole
+from lightning_fold.checkpoint.files import write_whole
+from lightning_fold.pipeline.timeline import KINDS, Span, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

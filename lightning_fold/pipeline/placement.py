@@ -35,6 +35,16 @@ class Placement:
         pairs = zip(self.layout.stages, self.ranks, strict=True)
         return tuple(stage for stage, rank in pairs if rank == self.rank)
 
+    @property
+    def has_first(self) -> bool:
+        """Whether this rank runs the first stage."""
+        return self.ranks[0] == self.rank
+
+    @property
+    def has_last(self) -> bool:
+        """Whether this rank runs the last stage."""
+        return self.ranks[-1] == self.rank
+
     def ranks_of(self, wanted: Callable[[StageLayers], bool]) -> tuple[int, ...]:
         """Ranks of the stages that satisfy `wanted`, each once."""
         pairs = zip(self.layout.stages, self.ranks, strict=True)

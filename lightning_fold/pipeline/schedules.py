@@ -64,6 +64,10 @@ class Schedule:
         """Say whether a rank may have so many stages."""
         return self.virtual_stages is None or vpp in self.virtual_stages
 
+    def serves(self, pp: int, vpp: int, num_microbatches: int) -> bool:
+        """Say whether it has an order for so many microbatches."""
+        return self.rule is None or self.rule.holds(pp, vpp, num_microbatches)
+
     @property
     def least_stages(self) -> int:
         """The smallest legal number of stages per rank."""
@@ -171,7 +175,7 @@ def check_schedule(name: str, pp: int, vpp: int, num_microbatches: int | None = 
         return
     check_count("num_microbatches", num_microbatches)
     rule = schedule.rule
-    if rule is not None and not rule.holds(pp, vpp, num_microbatches):
+    if rule is not None and not schedule.serves(pp, vpp, num_microbatches):
         raise ValueError(
             f"pipeline_schedule={name!r} needs {rule.equation(pp, vpp, num_microbatches)}; "
             f"num_microbatches={num_microbatches}. Legal num_microbatches: "

@@ -14,8 +14,7 @@ _THERE_AND_BACK = Schedule(orders.there_and_back, "v", (2,))
 
 def is_too_few(name: str, *, pp: int, vpp: int, num_microbatches: int) -> bool:
     """Whether a schedule has no order for so few microbatches."""
-    rule = schedule_of(name).rule
-    return rule is not None and not rule.holds(pp, vpp, num_microbatches)
+    return not schedule_of(name).serves(pp, vpp, num_microbatches)
 
 
 def nearest_count(name: str, *, pp: int, vpp: int, num_microbatches: int) -> int:

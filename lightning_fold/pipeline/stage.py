@@ -99,12 +99,7 @@ class StageRunner:
             (root.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], hollow)
             for name, hollow in hollows.items()
         ]
-        self._core = parts.core
         parts.core.forward = _ended_early(parts.core.forward)
-
-    def is_first(self, stage: int) -> bool:
-        """Whether it owns the embedding."""
-        return stage == 0
 
     def is_last(self, stage: int) -> bool:
         """Whether it owns the head, and so ends in the user's step."""

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lightning_fold.checkpoint.files import clear_partial, partial_of, publish, written
+from lightning_fold.checkpoint.files import write_whole
 
 KINDS = ("F", "B", "I", "W")
 """Forward; whole backward; backward without, and of, the weight gradients."""
@@ -162,16 +162,6 @@ def read_trace(path: Path) -> dict[str, Timeline]:
             f"{path} is no trace of a pipeline ({type(error).__name__}: {error})"
         ) from error
     return {name: Timeline(tuple(spans)) for name, spans in found.items()}
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that appears complete or not at all; its folder must exist."""
-    try:
-        with written(partial_of(path)) as file:
-            file.write(content)
-        publish(partial_of(path), path)
-    finally:
-        clear_partial(path)
 
 
 def _peak(spans: Iterable[Span], opens: str, closes: tuple[str, ...]) -> int:

@@ -16,9 +16,9 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_fold.model.context.parallel import IGNORED
 from lightning_fold.topology.sequence import balanced_sizes
 
-IGNORED = -100
 SHIFTED, UNSHIFTED = "shift_labels", "labels"
 
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
@@ -37,6 +36,7 @@ from lightning_fold.steps.closure import check_module, fire_backward_hooks, inst
 from lightning_fold.steps.joined import joined
 from lightning_fold.steps.logs import MicrobatchLogs
 from lightning_fold.steps.microbatches import Pieces, fingerprint, rows_of, split, weighed
+from lightning_fold.steps.mirror import Mirror, Spec
 from lightning_fold.steps.step import CoreGate, StepContext, UserStep
 from lightning_fold.topology.comm import Comm
 
@@ -68,7 +68,8 @@ class PipelinedSteps:
         pp, vpp = config.pipeline_parallel_size, config.virtual_pipeline_size
         self.ranks = self._plan(1, forward_only=True).placement
         self.executor = Executor(comm, num_stages=pp * vpp, device=device)
-        self.logs = MicrobatchLogs(module, group=comm.meshes.group("pp"), source=self.ranks[-1])
+        self.mirror = Mirror(comm.meshes.group("pp"), self.ranks[-1], device)
+        self.logs = MicrobatchLogs(module, group=self.mirror.group, source=self.mirror.source)
         self.gate = CoreGate()
         self.plan: Plan | None = None
         self._cut: CutModel | None = None
@@ -84,7 +85,7 @@ class PipelinedSteps:
     @property
     def is_last(self) -> bool:
         """Whether this rank runs the last stage, and with it the user's step."""
-        return self.ranks[-1] == self.comm.rank("pp")
+        return self.mirror.is_source
 
     # Set-up.
 
@@ -142,6 +143,15 @@ class PipelinedSteps:
         self._folded = folded
         self._forward_context, self._scale = forward_context, scale
         self.gate.install(folded.parts.core)
+        self._context = StepContext(
+            module=self.module,
+            folded=folded,
+            stages=self.cut.stages,
+            gate=self.gate,
+            logs=self.logs,
+            forward_context=forward_context,
+            scale=self._share_of,
+        )
 
     def set_up(self, trainer: Trainer) -> None:
         """Prepare one run of `trainer`.
@@ -160,8 +170,7 @@ class PipelinedSteps:
         ends = (self.ranks[0], self.ranks[-1])
         if self._cut is None or self.comm.rank("pp") not in ends:
             return {}
-        named = dict(self.module.named_parameters())
-        return {name: named[name] for name in self._cut.twins}
+        return {name: self.module.get_parameter(name) for name in self._cut.twins}
 
     def counted_elsewhere(self) -> set[int]:
         """Ids of parameters whose gradient the first stage counts in a norm."""
@@ -215,12 +224,8 @@ class PipelinedSteps:
 
     def _told(self, out: Any) -> Any:
         """What the last stage returned, on every rank and its device. Collective over pp."""
-        group = self.comm.meshes.group("pp")
-        box = [move_data_to_device(out, "cpu")]
-        dist.broadcast_object_list(
-            box, dist.get_global_rank(group, self.ranks[-1]), group=group, device=self.device
-        )
-        return move_data_to_device(box[0], self.device)
+        told = self.mirror.objects(move_data_to_device(out, "cpu"))
+        return move_data_to_device(told, self.device)
 
     def _run(self, step: UserStep) -> Tensor | None:
         step.catch()
@@ -231,18 +236,12 @@ class PipelinedSteps:
         return step.loss() if step.train and self.is_last else None
 
     def _step(self, name: str, batch: Any, rest: Sequence[Any], *, train: bool) -> UserStep:
-        dp, accumulate = self.comm.size("dp"), self.module.trainer.accumulate_grad_batches
-        context = StepContext(
-            module=self.module,
-            folded=self._model,
-            stages=self.cut.stages,
-            gate=self.gate,
-            logs=self.logs,
-            forward_context=lambda: self._forward_context(name),
-            # The only division, as in the strategy's backward without pipelines.
-            scale=lambda loss: self._scale(loss / (dp * accumulate)),
-        )
-        return UserStep(context, name, self._pieces(batch, train=train), rest, train)
+        return UserStep(self._context, name, self._pieces(batch, train=train), rest, train)
+
+    def _share_of(self, loss: Tensor) -> Tensor:
+        """A loss as its backward begins: the only division, as without pipelines."""
+        accumulate = self.module.trainer.accumulate_grad_batches
+        return self._scale(loss / (self.comm.size("dp") * accumulate))
 
     def _pieces(self, batch: Any, *, train: bool) -> Pieces:
         """The microbatches of this rank: as many on every rank. Collective over all ranks."""
@@ -314,12 +313,9 @@ class PipelinedSteps:
 
     def _from_last(self, loss: Tensor | None) -> Tensor:
         """The loss of the last stage, on every rank. Collective over pp."""
-        group = self.comm.meshes.group("pp")
-        value = torch.zeros((), dtype=torch.float64, device=self.device)
-        if loss is not None:
-            value += loss
-        dist.broadcast(value, dist.get_global_rank(group, self.ranks[-1]), group=group)
-        return value.to(torch.promote_types(self.cut.stages.dtype, torch.float32))
+        own = None if loss is None else [loss.double()]
+        (told,) = self.mirror.tensors([Spec((), torch.float64)], own)
+        return told.to(torch.promote_types(self.cut.stages.dtype, torch.float32))
 
     def _sum_twins(self) -> None:
         """Add up the gradients of what both ends hold. Collective over the two of them."""

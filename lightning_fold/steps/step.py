@@ -103,7 +103,7 @@ class StepContext:
         stages: Runs the stages of this rank.
         gate: Stands before the core.
         logs: Records what microbatches log.
-        forward_context: Lightning's precision context of a forward.
+        forward_context: Lightning's precision context of a step's forward, by its name.
         scale: Turns a microbatch's share of the loss into the root of its backward.
     """
 
@@ -112,7 +112,7 @@ class StepContext:
     stages: StageRunner
     gate: CoreGate
     logs: MicrobatchLogs
-    forward_context: Callable[[], AbstractContextManager[Any]]
+    forward_context: Callable[[str], AbstractContextManager[Any]]
     scale: Callable[[Tensor], Tensor]
 
 
@@ -204,13 +204,13 @@ class UserStep:
 
     def border(self, stage: int, microbatch: int) -> Border:
         """What comes into `stage`."""
-        stages, keeper = self.context.stages, self.context.folded.balance
+        stages, folded = self.context.stages, self.context.folded
         attention, moe = self._layouts[microbatch]
         layout = attention if stages.is_above_layers(stage) else moe
         assert layout is not None, "checked before the step"
-        core, loads = self.context.folded.parts.core, 0
-        if keeper is not None and keeper.options.balances and self._collects(core):
-            loads = sum(balance.packed_sizes(stages.upstream[stage], layout.num_sequences))
+        loads, kinds = 0, stages.upstream[stage]
+        if folded.balance is not None and folded.balance.makes_losses(folded.parts.core):
+            loads = sum(balance.packed_sizes(kinds, layout.num_sequences))
         shape = (layout.num_sequences, layout.places_s.shape[0], stages.width)
         return Border(shape, stages.dtype, loads, balance.PACKED)
 
@@ -227,7 +227,7 @@ class UserStep:
         gate.refuse = self._refuse
         self._set_share(microbatch)
         try:
-            with self.context.forward_context(), stages.entered(stage, hidden, loads):
+            with self.context.forward_context(self.name), stages.entered(stage, hidden, loads):
                 if stages.is_last(stage):
                     return self._last(microbatch)
                 args, kwargs = self._calls[microbatch]
@@ -270,10 +270,6 @@ class UserStep:
         if keeper is not None:
             rows, weight = self.pieces.rows, self.pieces.weights[m]
             keeper.sequence_share = rows[m] / sum(rows) / weight if weight > 0 else 1.0
-
-    def _collects(self, core: nn.Module) -> bool:
-        keeper = self.context.folded.balance
-        return keeper is not None and keeper.collects(core)
 
     def loss(self) -> Tensor:
         """Weighted mean over the microbatches, on the last stage."""

@@ -8,7 +8,6 @@ pipeline computes by microbatches is saved by batches.
 from __future__ import annotations
 
 import logging
-import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
@@ -51,10 +50,13 @@ class BatchTap(cases.RoutingTap):
         strategy = self.strategy()
         assert strategy.tokens.moe is not None
         self.places[self.batch] = strategy.tokens.moe.places_s
-        where = strategy.pipeline.executor.where if strategy.pipeline else "microbatch 0"
-        microbatch = re.search(r"microbatch (\d+)", where)
-        assert microbatch is not None, f"a router runs outside of a schedule: {where!r}"
-        self._parts[layer].append((self.batch, int(microbatch[1]), index_TK))
+        microbatch = 0
+        if strategy.pipeline is not None:
+            action = strategy.pipeline.executor.action
+            assert action is not None, "a router runs outside of a schedule"
+            assert action.microbatch_index is not None, action
+            microbatch = action.microbatch_index
+        self._parts[layer].append((self.batch, microbatch, index_TK))
 
     def of_batches(self) -> list[list[Tensor]]:
         """By layer, the decisions [T, K] of every batch; none for a layer of another stage."""

@@ -29,7 +29,8 @@ from lightning_fold.topology.meshes import build_meshes
 from lightning_fold.verify.plan import Case
 
 WIDTH = 8
-UNIT_S = 0.1
+UNIT_S = 0.2
+"""Long beside the milliseconds in which a message passes between four ranks on two cores."""
 
 
 class _Slot(Function):

@@ -71,6 +71,16 @@ def test_executed_order_and_live_microbatches_are_the_clocks(case: Case, two: Re
     check_order(case, two)
 
 
+@pytest.mark.dist(2)
+@pytest.mark.parametrize("case", TWO, ids=lambda case: case.schedule)
+def test_a_span_holds_all_that_its_action_computes(case: Case, two: Records) -> None:
+    clock, seen = lines(case, two)
+    assert seen.mean_durations.keys() == clock.mean_durations.keys()
+    for key, least in clock.mean_durations.items():
+        # Nothing shortens a sleep.
+        assert seen.mean_durations[key] > 0.99 * least, key
+
+
 @pytest.mark.slow
 @pytest.mark.dist(4)
 @pytest.mark.parametrize("case", FOUR, ids=lambda case: case.schedule)

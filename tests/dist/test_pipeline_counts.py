@@ -21,12 +21,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_fold.callbacks import ExpertLoadMonitor, PipelineTimeline
 from lightning_fold.model import decoder
 from lightning_fold.pipeline.actions import SEND_B, SEND_F
 from lightning_fold.pipeline.executor import Executor
 from lightning_fold.pipeline.schedules import Plan, actions_of
 from lightning_fold.pipeline.sends import Sends
 from lightning_fold.pipeline.simulate import simulate
+from lightning_fold.pipeline.timeline import read_trace
 from lightning_fold.topology.comm import Comm
 from lightning_fold.verify import cases
 from lightning_fold.verify.harness import CaseModule, be_quiet, build_strategy, build_trainer
@@ -188,7 +190,7 @@ def count(case: Case, folder: Path) -> None:
     be_quiet()
     assert isinstance(case, Counted)
     if case.lengths:
-        write_record(folder, trained_with_lengths(case))
+        write_record(folder, trained_with_lengths(case, folder))
         return
     counts, strategy = Counts(), build_strategy(case)
     # One step of two batches.
@@ -242,30 +244,46 @@ class FirstGradients(pl.Callback):
         self.loss = float(outputs["loss"])
 
 
-def trained_with_lengths(case: Counted) -> dict[str, Any]:
-    """Errors against one process that runs the whole padded batch, and a sentinel looks on."""
+def trained_with_lengths(case: Counted, folder: Path) -> dict[str, Any]:
+    """Errors against one process that runs the whole padded batch; sentinel and callbacks look on.
+
+    The files of the callbacks appear in `folder`.
+    """
     model = cases.build_model(case.model, decoder=decoder).double()
     loss = model(**long_and_short()).loss
     loss.backward()
     module, first = Trimmed(case), FirstGradients()
     strategy = build_strategy(case, sentinel_every=1)
+    timeline, load = PipelineTimeline(0, folder), ExpertLoadMonitor(folder)
+    callbacks = [first, timeline, load]
     build_trainer(
-        case, strategy, max_steps=1, callbacks=[first], use_distributed_sampler=False
+        case, strategy, max_steps=1, callbacks=callbacks, use_distributed_sampler=False
     ).fit(module)
     errors = {"loss": abs(first.loss - float(loss)) / float(loss)}
     for name, param in model.named_parameters() if strategy.is_global_zero else ():
         assert param.grad is not None
         got = first.grads[f"model.{name}"]
         errors[name] = float((got - param.grad).norm() / param.grad.norm())
-    return {"errors": errors, "lengths": module.seen}
+    measured = timeline.timelines.get("measured")
+    return {
+        "errors": errors,
+        "lengths": module.seen,
+        "order": {} if measured is None else {r: measured.order(r) for r in measured.by_rank},
+        "routed": {name: int(n.sum()) for name, n in load.history[-1].counts.items()},
+    }
 
 
 # ------------------------------------------------------------ what they have counted
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
-    return read_records(4, [*COUNTED, *LENGTHS], tmp_path_factory.mktemp("counts"), count)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("counts")
+
+
+@pytest.fixture(scope="module")
+def records(folder: Path) -> Records:
+    return read_records(4, [*COUNTED, *LENGTHS], folder, count)
 
 
 def of_all(ranks: list[dict[str, Any]], batch: int) -> Counter[str]:
@@ -343,3 +361,24 @@ def test_neighbours_of_other_lengths_give_the_right_numbers(records: Records) ->
             assert len(set(rank["lengths"])) >= 3
             assert max(rank["errors"].values()) < 1e-12, (case.key, rank["errors"])
         assert len(records[case][0]["errors"]) > 20
+
+
+def test_the_timeline_of_a_run_is_that_of_its_plan(records: Records, folder: Path) -> None:
+    for case in LENGTHS:
+        order = records[case][0]["order"]
+        clock = simulate(case.plan)
+        assert order == {str(rank): list(clock.order(rank)) for rank in range(PP)}, case.key
+        written = read_trace(folder / case.key / "pipeline.json")
+        assert written["measured"].order(0) == clock.order(0)
+        assert (folder / case.key / "pipeline.png").stat().st_size > 1000
+
+
+def test_expert_load_is_that_of_all_stages_on_every_rank(records: Records) -> None:
+    for case in LENGTHS:
+        model = cases.build_model(case.model, decoder=decoder)
+        # Of two rows each, whose padding is cut off; it is routed where it is left.
+        tokens = sum(2 * length for length in records[case][-1]["lengths"][-NUMBER:])
+        top_k = model.config.num_experts_per_tok
+        moe = [n for n, m in model.named_modules(prefix="model") if n.endswith(".experts")]
+        for rank in records[case]:
+            assert rank["routed"] == dict.fromkeys(moe, tokens * top_k), case.key

@@ -1,7 +1,6 @@
 """ExpertLoadMonitor on one process with a strategy that carries telemetry, and its statistics."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from lightning_fold.callbacks.expert_load import (
     thin_history,
 )
 from lightning_fold.callbacks.report import read_metrics
+from lightning_fold.checkpoint import files
 from lightning_fold.telemetry import RoutingCounts, Telemetry
 
 # Lightning's own, on torch 2.13; and the toy has no worker processes to gain from.
@@ -211,11 +211,11 @@ def test_a_failed_write_leaves_the_old_picture(tmp_path, monkeypatch):
     target = tmp_path / "load.png"
     target.write_bytes(b"old")
 
-    def fail(self, path, **options):
-        Path(path).write_bytes(b"half")
+    def fail(path):
+        path.write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", fail)
+    monkeypatch.setattr(files, "written", fail)
     with pytest.raises(OSError, match="disk full"):
         draw_expert_load([record(1)], target)
     assert target.read_bytes() == b"old"

@@ -11,7 +11,8 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from lightning_fold.pipeline import picture, timeline
+from lightning_fold.checkpoint import files
+from lightning_fold.pipeline import picture
 from lightning_fold.pipeline.picture import draw_timelines
 from lightning_fold.pipeline.schedules import actions_of
 from lightning_fold.pipeline.simulate import Costs, simulate
@@ -133,7 +134,7 @@ def test_failed_write_leaves_the_older_file(
 
     path = tmp_path / "trace.json"
     path.write_text("an older trace")
-    monkeypatch.setattr(timeline, "publish", fail)
+    monkeypatch.setattr(files, "publish", fail)
     with pytest.raises(OSError, match="disk full"):
         write_trace(path, {"predicted": ZBV})
     assert path.read_text() == "an older trace"

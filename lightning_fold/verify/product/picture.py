@@ -5,11 +5,12 @@ A file appears whole or not at all. The one file of `verify` that draws.
 
 from __future__ import annotations
 
+import io
 import math
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning_fold.checkpoint.files import write_whole
 from lightning_fold.verify.product.result import MappingResult, VerifyResult, shown_checks
 
 if TYPE_CHECKING:
@@ -22,13 +23,9 @@ _CELL_IN, _MARGIN_IN = (0.95, 0.27), (2.7, 1.5)
 
 def draw_result(result: VerifyResult, path: Path) -> None:
     """Write a PNG."""
-    figure = _figure(result)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        figure.savefig(partial, format="png", dpi=110)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    picture = io.BytesIO()
+    _figure(result).savefig(picture, format="png", dpi=110)
+    write_whole(path, picture.getvalue())
 
 
 def level(error: float) -> float:
