@@ -17,7 +17,7 @@ from lightning_fold.verify.mutations import MUTATIONS
 from lightning_fold.verify.product import VerifyResult, verify
 from lightning_fold.verify.product.picture import draw_result
 
-_WIDTH = 190
+_WIDTH = 210
 
 
 def run_verify(words: list[str]) -> None:
@@ -39,6 +39,7 @@ def run_verify(words: list[str]) -> None:
             config=options.config,
             full=options.full,
             mappings=options.mapping,
+            pp=options.pp,
             inject=options.inject,
             tolerance=options.tolerance,
         )
@@ -100,6 +101,13 @@ def _parser() -> CommandParser:
     parser.add_argument("--full", action="store_true", help="do not make the model small")
     parser.add_argument(
         "--mapping", metavar="ID", action="append", help="run this mapping alone; may be repeated"
+    )
+    parser.add_argument(
+        "--pp",
+        metavar="DEGREE",
+        type=int,
+        action="append",
+        help="only mappings of this pipeline degree; may be repeated",
     )
     parser.add_argument(
         "--inject", metavar="FAULT", default="", help="inject a fault of `make mutate`"

@@ -50,13 +50,7 @@ class BatchTap(cases.RoutingTap):
         strategy = self.strategy()
         assert strategy.tokens.moe is not None
         self.places[self.batch] = strategy.tokens.moe.places_s
-        microbatch = 0
-        if strategy.pipeline is not None:
-            action = strategy.pipeline.executor.action
-            assert action is not None, "a router runs outside of a schedule"
-            assert action.microbatch_index is not None, action
-            microbatch = action.microbatch_index
-        self._parts[layer].append((self.batch, microbatch, index_TK))
+        self._parts[layer].append((self.batch, microbatch_of(strategy), index_TK))
 
     def of_batches(self) -> list[list[Tensor]]:
         """By layer, the decisions [T, K] of every batch; none for a layer of another stage."""
@@ -67,6 +61,16 @@ class BatchTap(cases.RoutingTap):
                 batches[batch].append(index_TK)
             found.append([torch.cat(parts) for parts in batches.values()])
         return found
+
+
+def microbatch_of(strategy: FoldedMoEStrategy) -> int:
+    """Which microbatch runs; 0 without a pipeline."""
+    if strategy.pipeline is None:
+        return 0
+    action = strategy.pipeline.executor.action
+    assert action is not None, "the model runs outside of a schedule"
+    assert action.microbatch_index is not None, action
+    return int(action.microbatch_index)
 
 
 class CaseModule(pl.LightningModule):

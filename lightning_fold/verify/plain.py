@@ -1,4 +1,7 @@
-"""How a single process trains with a feature: the form that all plain files share; torch alone."""
+"""How a single process trains with a feature: the form that all plain files share; torch alone.
+
+Cuts batches into microbatches by itself, so that a fault of the product's own cut shows.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,62 @@ class Share:
 def shares_of(batches: Sequence[Batch], shares: Sequence[Share]) -> Sequence[Share]:
     """`shares`, or one for each whole batch."""
     return shares or [Share()] * len(batches)
+
+
+def cut(batch: Any, pieces: int) -> list[tuple[Any, Share]]:
+    """Rows in order, the first pieces one longer where they do not go up, each with its share.
+
+    Args:
+        batch: Tensors [B, ...] in mappings and sequences; a tensor of one row belongs to all.
+        pieces: At most B.
+    """
+    rows = _rows(batch)
+    sizes = [rows // pieces + (piece < rows % pieces) for piece in range(pieces)]
+    starts = [sum(sizes[:piece]) for piece in range(pieces)]
+    return weighed(
+        [
+            _part(batch, rows, slice(start, start + size))
+            for start, size in zip(starts, sizes, strict=True)
+        ]
+    )
+
+
+def weighed(batches: Sequence[Any]) -> list[tuple[Any, Share]]:
+    """Microbatches with what they count for: their targets, or their rows where none are known."""
+    rows = [_rows(batch) for batch in batches]
+    targets = [_targets(batch) for batch in batches]
+    weights = [t for t in targets if t is not None]
+    if len(weights) < len(batches) or not any(weights):
+        weights = rows
+    return [
+        (batch, Share(loss=weight / sum(weights), rows=size / sum(rows)))
+        for batch, weight, size in zip(batches, weights, rows, strict=True)
+    ]
+
+
+def _part(value: Any, rows: int, own: slice) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _part(item, rows, own) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_part(item, rows, own) for item in value)
+    return value[own] if isinstance(value, Tensor) and value.shape[:1] == (rows,) else value
+
+
+def _rows(batch: Any) -> int:
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.dim() else 0
+    if isinstance(batch, Mapping):
+        tokens = batch.get("input_ids")
+        return _rows(list(batch.values()) if tokens is None else tokens)
+    items = batch if isinstance(batch, list | tuple) else ()
+    return next((rows for item in items if (rows := _rows(item))), 0)
+
+
+def _targets(batch: Any) -> int | None:
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, Tensor) or labels.dim() < 2:
+        return None
+    return int((labels[:, 1:] != -100).sum())
 
 
 class Plain:

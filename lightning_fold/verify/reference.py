@@ -61,31 +61,19 @@ def _forward_backward(
         results = plain.forward_backward(batches, scale)
         return [(out.logits.detach(), loss.double()) for out, loss in results]
     # A microbatch of every dp rank, then the next ones: what a forward of all ranks sees.
+    cuts = [plain_form.cut(batch, pieces) for batch in batches]
+    shares = [[share.loss for _, share in own] for own in cuts]
+    assert all(map(all, shares)), f"a microbatch without targets counts for nothing: {shares}"
     each = [
-        plain.forward_backward([batch for batch, _ in cuts], scale, [share for _, share in cuts])
-        for cuts in zip(*(cut(batch, pieces) for batch in batches), strict=True)
+        plain.forward_backward([batch for batch, _ in now], scale, [share for _, share in now])
+        for now in zip(*cuts, strict=True)
     ]
-    shares = [[share.loss for _, share in cut(batch, pieces)] for batch in batches]
     found = []
     for results, weights in zip(zip(*each, strict=True), shares, strict=True):
         logits = torch.cat([out.logits.detach() for out, _ in results])
         losses = [loss.double() * w for (_, loss), w in zip(results, weights, strict=True)]
         found.append((logits, torch.stack(losses).sum()))
     return found
-
-
-def cut(batch: dict[str, Tensor], pieces: int) -> list[tuple[dict[str, Tensor], Any]]:
-    """Rows in order, the first pieces one longer where they do not go up; weighed by targets."""
-    rows = len(batch["input_ids"])
-    sizes = [rows // pieces + (piece < rows % pieces) for piece in range(pieces)]
-    parts = [value.split(sizes) for value in batch.values()]
-    batches = [dict(zip(batch, values, strict=True)) for values in zip(*parts, strict=True)]
-    targets = [int((piece["labels"][:, 1:] != -100).sum()) for piece in batches]
-    assert all(targets), f"a microbatch without targets, whose losses count for nothing: {targets}"
-    return [
-        (piece, plain_form.Share(loss=number / sum(targets), rows=size / rows))
-        for piece, number, size in zip(batches, targets, sizes, strict=True)
-    ]
 
 
 def _of_whole_batches(decisions: Sequence[Tensor], dp: int, pieces: int) -> list[Tensor]:

@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = str(Path(sys.executable).with_name("lightning-fold"))
-TP2_EP2, ETP2, DATA_EP2 = (
+PP2, TP2_EP2, ETP2, DATA_EP2 = (
+    "tp1cp1dp1pp2-etp1ep1edp1",
     "tp2cp1dp1pp1-etp1ep2edp1",
     "tp1cp1dp2pp1-etp2ep1edp1",
     "tp1cp1dp2pp1-etp1ep2edp1",
@@ -72,6 +73,38 @@ def test_a_loop_of_experts_behind_an_adapter_equals_the_loop(tmp_path: Path) -> 
     assert "no submodule holds `embed_tokens`" in done.stdout
 
 
+@pytest.mark.dist(2)
+def test_a_pipeline_is_equal_and_resumes_what_other_mappings_save(tmp_path: Path) -> None:
+    wanted = [*only(PP2, TP2_EP2), "--json", "told.json"]
+    done = run("--ranks", "2", *wanted, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "2 legal mappings (1 with pp = 1), 0 refused, 2 run" in done.stdout
+    told = json.loads((tmp_path / "told.json").read_text())["mappings"]
+    assert {mapping["resumed_under"] for mapping in told} == {PP2, TP2_EP2}
+    assert [mapping["schedule"] for mapping in told] == ["gpipe", ""]
+
+
+@pytest.mark.slow
+@pytest.mark.dist(2)
+@pytest.mark.parametrize(
+    ("fault", "check", "axes"),
+    [
+        ("microbatches-weighed-equally", "dense gradient", ["pp"]),
+        ("twins-not-summed", "dense gradient", ["pp"]),
+        ("last-weights-left-out", "dense gradient", ["pp"]),
+    ],
+)
+def test_faults_of_pipelines_name_theirs(
+    fault: str, check: str, axes: list[str], tmp_path: Path
+) -> None:
+    wanted = ["--inject", fault, *only(PP2, DATA_EP2), "--json", "told.json"]
+    done = run("--ranks", "2", *wanted, cwd=tmp_path)
+    assert done.returncode == 1, done.stdout
+    found = json.loads((tmp_path / "told.json").read_text())["findings"]
+    assert check in {finding["check"] for finding in found}
+    assert all(finding["axes"] == axes for finding in found), found
+
+
 def test_wrong_options_end_in_one_line_and_status_2(tmp_path: Path) -> None:
     done = run("--ranks", "9", cwd=tmp_path)
     assert done.returncode == 2
@@ -84,7 +117,8 @@ def test_all_mappings_of_four_ranks_are_equal(tmp_path: Path) -> None:
     done = run("--ranks", "4", "--json", "told.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     told = json.loads((tmp_path / "told.json").read_text())
-    assert (told["legal"], told["refused"], told["run"]) == (36, 0, 36)
+    assert (told["legal"], told["refused"], told["run"]) == (46, 0, 46)
+    assert sum(not mapping["schedule"] for mapping in told["mappings"]) == 36
 
 
 @pytest.mark.slow

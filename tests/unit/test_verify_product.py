@@ -18,12 +18,17 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from lightning_fold.model.decoder import Decoder, DecoderConfig
+from lightning_fold.pipeline.layout import parse_layout
+from lightning_fold.steps.microbatches import split
 from lightning_fold.topology.folding import Folding
 from lightning_fold.verify import verify
+from lightning_fold.verify.plain import cut
+from lightning_fold.verify.plan_pipelines import SCHEDULES
 from lightning_fold.verify.product.batches import batches_of
 from lightning_fold.verify.product.checks import StepCheck, assembled, join_parts, worst
 from lightning_fold.verify.product.diagnosis import Finding
 from lightning_fold.verify.product.picture import draw_result, level
+from lightning_fold.verify.product.pipelines import pipeline_of, spread
 from lightning_fold.verify.product.record import Seen
 from lightning_fold.verify.product.result import MappingResult, VerifyResult
 from lightning_fold.verify.product.run import refusal_of
@@ -36,6 +41,7 @@ from lightning_fold.verify.product.subject import (
     strategy_options,
     subject_of,
 )
+from lightning_fold.verify.product.training import MappingCase
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "recipes" / "demo.tp2cp1dp2pp1-etp1ep4edp1.yaml"
@@ -142,7 +148,9 @@ def test_batches_come_from_the_model_itself_where_it_says_so() -> None:
         (lambda: verify(ranks=9), r"Legal ranks: 1 to 8\.  Change `--ranks`"),
         (lambda: verify(ranks=0), "Change `--ranks`"),
         (lambda: verify(inject="nonsense"), "Legal: expert-grad-times-ep, .*Change `--inject`"),
-        (lambda: verify(mappings=["tp2"]), "36 are legal. Change `--mapping`"),
+        (lambda: verify(mappings=["tp2"]), "46 are legal. Change `--mapping`"),
+        (lambda: verify(mappings=["tp2"], pp=[1]), "36 are legal. Change `--mapping`"),
+        (lambda: verify(pp=[3]), r"pp=3 does not divide 4 ranks\. Legal pp: 1, 2, 4\.  Change"),
         (lambda: verify("a:b", config="c.yaml"), "Leave out `--model` or `--config`"),
         (lambda: verify(config="missing.yaml"), "does not exist"),
     ],
@@ -156,9 +164,70 @@ def test_wrong_arguments_are_refused_before_anything_starts(
 
 def test_mappings_are_refused_in_the_words_of_set_up() -> None:
     module = build(DEFAULT).module
-    assert refusal_of(Folding.from_world(2, tp=2, ep=2), module, {}) is None
-    told = refusal_of(Folding.from_world(3, tp=3), module, {})
+    assert refusal_of(case_of(Folding.from_world(2, tp=2, ep=2)), module) is None
+    told = refusal_of(case_of(Folding.from_world(3, tp=3)), module)
     assert "8 heads cannot be split over tp=3" in str(told)
+    full = case_of(Folding.from_world(2, pp=2), options={"data_parallel_shard": "full"})
+    assert "data_parallel_shard" in str(refusal_of(full, module))
+
+
+def case_of(folding: Folding, **fields: Any) -> MappingCase:
+    return MappingCase("", folding.mapping_id, **fields)
+
+
+# ------------------------------------------------------------ pipelines
+
+
+def test_built_in_schedules_take_turns_where_they_are_legal() -> None:
+    two, options = Folding.from_world(2, pp=2), dict[str, Any]()
+    seen = [
+        pipeline_of(two, turn=turn, num_layers=3, rows=10, options=options)
+        for turn in range(len(SCHEDULES))
+    ]
+    assert [fields["schedule"] for fields in seen] == [*SCHEDULES]
+    assert {fields["num_microbatches"] for fields in seen} == {4}
+    assert seen[0]["layout"] is None
+    assert seen[-1]["layout"] == "E|t|t|tL"
+    # Two rows are too few for a V of four stages, and one layer for more than two stages.
+    few = [pipeline_of(two, turn=t, num_layers=3, rows=2, options=options) for t in range(6)]
+    assert {fields["schedule"] for fields in few} == set(SCHEDULES) - {"zbv", "dualpipev"}
+    flat = [pipeline_of(two, turn=t, num_layers=1, rows=10, options=options) for t in range(6)]
+    assert {fields["virtual_stages"] for fields in flat} == {1}
+    assert flat[0]["layout"] == "E|tL"
+
+
+def test_a_recipes_own_schedule_runs_every_pipeline() -> None:
+    options = {"pipeline_schedule": "zbv", "virtual_pipeline_size": 2}
+    for turn in range(2):
+        fields = pipeline_of(
+            Folding.from_world(4, pp=4), turn=turn, num_layers=9, rows=10, options=options
+        )
+        assert fields == {
+            "schedule": "zbv",
+            "virtual_stages": 2,
+            "num_microbatches": 8,
+            "layout": None,
+        }
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(1, 2), (3, 4), (3, 8), (2, 8)])
+def test_few_layers_are_spread_over_many_stages(layers: int, stages: int) -> None:
+    layout = parse_layout(spread(layers, stages), layers, num_stages=stages)
+    assert len(layout.stages) == stages
+    assert all(len(stage.layers) <= 1 for stage in layout.stages)
+
+
+def test_the_plain_cut_weighs_by_targets_else_by_rows() -> None:
+    labels = torch.tensor([[1, 1, 1], [1, 1, -100], [1, -100, -100]])
+    cuts = cut({"labels": labels, "one": torch.ones(1, 2), "extra": [torch.arange(3)]}, 2)
+    assert [share.loss for _, share in cuts] == [1.0, 0.0]
+    assert [share.rows for _, share in cuts] == [2 / 3, 1 / 3]
+    assert torch.equal(cuts[1][0]["labels"], labels[2:])
+    assert cuts[1][0]["one"].shape == (1, 2)
+    assert cuts[0][0]["extra"][0].tolist() == [0, 1]
+    own = split({"labels": labels, "one": torch.ones(1, 2), "extra": [torch.arange(3)]}, 2)
+    assert own.weights == (1.0, 0.0)
+    assert [share.loss for _, share in cut((torch.ones(5, 2),), 2)] == [3 / 5, 2 / 5]
 
 
 # ------------------------------------------------------------ comparison
@@ -182,8 +251,25 @@ def test_dealt_tokens_are_put_back_into_their_places() -> None:
         {"coordinates": folding.coordinates(r), "seen": [parts[r], logits[r], logits[r]]}
         for r in range(2)
     ]
-    keys = {("experts", 0, 0, 0), ("logits", 0, 0, 0), ("logits", 0, 0, 1)}
+    keys = {("experts", 0, 0, 0, 0), ("logits", 0, 0, 0, 0), ("logits", 0, 0, 0, 1)}
     assert set(assembled(ranks, folding)) == keys
+
+
+def test_what_two_stages_have_seen_is_put_together() -> None:
+    folding = Folding.from_world(2, pp=2)
+    first = [Seen("a", (0, 0), torch.tensor(m), microbatch=m) for m in range(2)]
+    last = [Seen("b", (0, 0), torch.tensor(2 + m), microbatch=m) for m in (1, 0)]
+    ranks = [
+        {"coordinates": folding.coordinates(r), "seen": seen}
+        for r, seen in enumerate((first, last))
+    ]
+    found = {key: int(value) for key, value in assembled(ranks, folding).items()}
+    assert found == {
+        ("a", 0, 0, 0, 0): 0,
+        ("a", 0, 0, 1, 0): 1,
+        ("b", 0, 0, 0, 0): 2,
+        ("b", 0, 0, 1, 0): 3,
+    }
 
 
 def test_worst_names_the_tensor_and_the_first_step() -> None:
@@ -222,6 +308,9 @@ def test_a_result_passes_only_if_all_that_ran_is_equal() -> None:
     assert not result(REFUSED).passed
     told = result(EQUAL, REFUSED).headline()
     assert "2 legal mappings, 1 refused, 1 run" in told
+    staged = replace(EQUAL, mapping="tp1cp1dp1pp2-etp1ep1edp1", schedule="zbv x2")
+    assert "2 legal mappings (1 with pp = 1), 0 refused, 2 run" in result(EQUAL, staged).headline()
+    assert result(staged).to_json()["mappings"][0]["schedule"] == "zbv x2"
 
 
 def test_the_table_shows_errors_ratios_and_verdicts() -> None:

@@ -38,7 +38,7 @@ def batches_of(built: Built, kind: str = "padded") -> Batches:
     core = find_parts(module).core
     own = type(module).__module__.startswith("lightning_fold.")
     if takes_tokens(core) and (own or built.data is None):
-        return lambda step, rank, dp: tokens_for(core, step, rank, kind)
+        return tokens_for(core, kind)
     if built.data is not None:
         return _from_data(built.data())
     raise ValueError(
@@ -53,13 +53,23 @@ def takes_tokens(core: nn.Module) -> bool:
     return known and any(isinstance(m, nn.Embedding) for m in core.modules())
 
 
-def tokens_for(core: nn.Module, step: int, dp_rank: int, kind: str = "padded") -> dict[str, Tensor]:
-    """Random tokens of the model's vocabulary, with padding if the model takes a mask."""
-    batch = cases.sub_batch(step, dp_rank, kind)
-    rows = min(m.num_embeddings for m in core.modules() if isinstance(m, nn.Embedding))
-    batch["input_ids"] %= rows
-    batch["labels"] = batch["labels"].where(batch["labels"] == -100, batch["labels"] % rows)
-    return {name: value for name, value in batch.items() if takes(core.forward, name)}
+def tokens_for(core: nn.Module, kind: str = "padded") -> Batches:
+    """Random tokens of the model's vocabulary, with padding if the model takes a mask.
+
+    The model is looked at once: a stage of it may have no embedding.
+    """
+    size = min(m.num_embeddings for m in core.modules() if isinstance(m, nn.Embedding))
+    names = ("input_ids", "attention_mask", "position_ids", "labels")
+    taken = {name for name in names if takes(core.forward, name)}
+
+    def batch(step: int, dp_rank: int, dp: int) -> dict[str, Tensor]:
+        tokens = cases.sub_batch(step, dp_rank, kind)
+        tokens["input_ids"] %= size
+        ignored = tokens["labels"] == -100
+        tokens["labels"] = tokens["labels"].where(ignored, tokens["labels"] % size)
+        return {name: value for name, value in tokens.items() if name in taken}
+
+    return batch
 
 
 def in_fp64(batch: Any) -> Any:

@@ -8,6 +8,7 @@ errors, what a diagnosis needs: the factor of a wrong gradient, and the axes who
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from lightning_fold.verify.compare import (
     relative_error,
     relative_errors,
 )
-from lightning_fold.verify.product.diagnosis import Deviation
+from lightning_fold.verify.product.diagnosis import AXES, Deviation
 from lightning_fold.verify.product.plain import STEPS
 from lightning_fold.verify.product.record import Seen
 
@@ -36,7 +37,8 @@ NAMES = (
 )
 """Checks in order of comparison."""
 
-Key = tuple[str, int, int, int]
+Key = tuple[str, int, int, int, int]
+"""What, step, dp rank, microbatch, and the number of the call."""
 Record = Mapping[str, Any]
 _STEP = re.compile(r", step (\d+)")
 
@@ -70,7 +72,7 @@ def compare_mapping(
     for rank in reversed(ranks):
         losses |= rank["losses"]
     for into, values in zip(outputs, (losses, plain["losses"]), strict=True):
-        into.update({_place(("loss", *at, 0)): value for at, value in values.items()})
+        into.update({_place(("loss", *at, 0, 0)): value for at, value in values.items()})
     checks.append(worst("outputs", *outputs, tolerance))
     families = ranks[0]["families"]
     for family in FAMILIES:
@@ -106,22 +108,20 @@ def worst(
 
 
 def numbered(seen: Sequence[Seen]) -> dict[Key, Tensor]:
-    """Values by what, step, dp rank, and the number of the call within the step."""
-    counts: dict[tuple[str, int, int], int] = {}
+    """Values by where they belong."""
     values: dict[Key, Tensor] = {}
     for item in seen:
-        place = (item.what, *item.at)
-        counts[place] = counts.get(place, -1) + 1
-        step, dp_rank = item.at
-        values[item.what, step, dp_rank, counts[place]] = item.value
+        values[_next_key(item, values)] = item.value
     return values
 
 
 def assembled(ranks: Sequence[Record], folding: Folding) -> dict[Key, Tensor]:
     """What the ranks have seen, whole: tokens in the order of the batch."""
     out: dict[Key, Tensor] = {}
-    for dp_rank in range(folding.dp):
-        peers = [rank["seen"] for rank in ranks if rank["coordinates"]["dp"] == dp_rank]
+    stages = itertools.product(range(folding.dp), range(folding.pp))
+    for stage in stages:
+        where = [(rank["coordinates"]["dp"], rank["coordinates"]["pp"]) for rank in ranks]
+        peers = [rank["seen"] for rank, own in zip(ranks, where, strict=True) if own == stage]
         for calls in zip(*peers, strict=True):
             key = _next_key(calls[0], out)
             out[key] = join_parts(calls)
@@ -144,11 +144,10 @@ def join_parts(parts: Sequence[Seen]) -> Tensor:
 
 
 def _next_key(seen: Seen, known: Mapping[Key, Tensor]) -> Key:
-    step, dp_rank = seen.at
     number = 0
-    while (seen.what, step, dp_rank, number) in known:
+    while (seen.what, *seen.at, seen.microbatch, number) in known:
         number += 1
-    return seen.what, step, dp_rank, number
+    return (seen.what, *seen.at, seen.microbatch, number)
 
 
 def _names(first: Record, plain: Record) -> StepCheck:
@@ -184,9 +183,10 @@ def _named(
 
 
 def _place(key: Key) -> str:
-    what, step, dp_rank, number = key
+    what, step, dp_rank, microbatch, number = key
+    part = f", microbatch {microbatch}" if microbatch else ""
     again = f", call {number}" if number else ""
-    return f"{what}, step {step}, dp rank {dp_rank}{again}"
+    return f"{what}, step {step}, dp rank {dp_rank}{part}{again}"
 
 
 def _step_of(place: str) -> int:
@@ -262,4 +262,4 @@ def sum_of(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _axes(folding: Folding) -> list[str]:
-    return [axis for axis in ("tp", "cp", "dp", "etp", "ep", "edp") if folding.size(axis) > 1]
+    return [axis for axis in AXES if folding.size(axis) > 1]

@@ -15,6 +15,7 @@ from itertools import groupby
 from lightning_fold.topology.folding import Folding
 
 ATTENTION, MOE = ("tp", "cp", "dp"), ("etp", "ep", "edp")
+AXES = (*ATTENTION, *MOE, "pp")
 _PRODUCTS = (("dp", "cp"), ("tp", "cp"), ("etp", "ep"), ("tp", "cp", "dp"))
 
 
@@ -162,7 +163,8 @@ def _missing_sum(wrong: Sequence[Deviation]) -> Explanation | None:
     """Copies that differ between the peers of an axis, in every deviation."""
     if not wrong:
         return None
-    family_axes = MOE if wrong[0].family == "expert" else ATTENTION
+    # Both ends of a pipeline hold a tied weight.
+    family_axes = MOE if wrong[0].family == "expert" else (*ATTENTION, "pp")
     completing = _shared(wrong, lambda d: set(d.completing) & set(d.differing) & set(family_axes))
     if completing:
         axis = completing[0]
@@ -184,7 +186,7 @@ def _shared(
 ) -> tuple[str, ...]:
     sets = [axes_of(deviation) for deviation in wrong]
     shared = set.intersection(*sets) if sets else set()
-    return tuple(axis for axis in (*ATTENTION, *MOE) if axis in shared)
+    return tuple(axis for axis in AXES if axis in shared)
 
 
 def _wrong_factor(wrong: Sequence[Deviation], run: Sequence[str]) -> Explanation | None:
@@ -219,7 +221,7 @@ def _wrong_factor(wrong: Sequence[Deviation], run: Sequence[str]) -> Explanation
 
 def _following(factors: Mapping[str, float], sign: int) -> list[tuple[str, ...]]:
     """Axes whose degree, or its inverse, is the factor on every mapping; single ones first."""
-    singles: list[tuple[str, ...]] = [(axis,) for axis in (*ATTENTION, *MOE)]
+    singles: list[tuple[str, ...]] = [(axis,) for axis in AXES]
     fitting = [
         axes
         for axes in (*singles, *_PRODUCTS)
@@ -233,7 +235,7 @@ def _following(factors: Mapping[str, float], sign: int) -> list[tuple[str, ...]]
 
 def _pattern(check: str, failed: Sequence[str], run: Sequence[str]) -> Explanation:
     """Which degree the failing mappings have in common."""
-    large = {axis: {m for m in run if _degree(m, (axis,)) > 1} for axis in (*ATTENTION, *MOE)}
+    large = {axis: {m for m in run if _degree(m, (axis,)) > 1} for axis in AXES}
     where = set(failed)
     exact = tuple(axis for axis, mappings in large.items() if mappings == where)
     if exact and len(where) < len(run):

@@ -1,7 +1,8 @@
 """The oracle: a plain loop over the user's module in one process, without a strategy.
 
 For dp = d it runs the module over the same d sub-batches, each loss divided by d, accumulated, then
-one SGD step; for each other degree also the step that a run resumed with that degree makes.
+one SGD step; where mappings have a pipeline, over the microbatches of each, one after the other.
+For each other way to take batches it also makes the step that a run resumed in that way makes.
 Learning rate and clip are chosen here, from the first gradient, and told to the ranks.
 """
 
@@ -11,7 +12,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from lightning_fold.model.adapters import adapter_of, refusal_of, stack_block
 from lightning_fold.model.inspect import find_parts
 from lightning_fold.verify.features import FEATURES, Plain
 from lightning_fold.verify.harness import be_quiet
+from lightning_fold.verify.plain import Share, cut, shares_of, weighed
 from lightning_fold.verify.plan import Case
 from lightning_fold.verify.product.batches import batches_of, in_fp64
 from lightning_fold.verify.product.record import Tap
@@ -41,16 +43,37 @@ class Scale:
 
 
 @dataclass(frozen=True)
+class Way:
+    """What a mapping's result depends on: all that the plain loop knows of it.
+
+    Attributes:
+        dp: Ranks with batches of their own.
+        batch: Kind of the batches, see `batches_of`.
+        num_microbatches: Pieces of each.
+    """
+
+    dp: int
+    batch: str
+    num_microbatches: int = 1
+
+    @classmethod
+    def of(cls, case: Case) -> Way:
+        """That of a mapping's case."""
+        number = case.num_microbatches if case.folding.pp > 1 else None
+        return cls(case.folding.dp, case.batch, number or 1)
+
+
+@dataclass(frozen=True)
 class PlainCase(Case):
     """The single-process run.
 
     Attributes:
         subject: The model.
-        degrees: Degrees of dp for which it is run.
+        ways: How the mappings take batches.
     """
 
     subject: Subject = DEFAULT
-    degrees: tuple[int, ...] = (1,)
+    ways: tuple[Way, ...] = ()
 
     @property
     def key(self) -> str:
@@ -59,41 +82,42 @@ class PlainCase(Case):
 
 
 def run_plain(case: Case, folder: Path) -> None:
-    """Run the loop for every degree of dp and write `plain.pt` into `folder`. In one process."""
+    """Run the loop in every way and write `plain.pt` into `folder`. In one process."""
     assert isinstance(case, PlainCase), case
     be_quiet()
     warnings.filterwarnings("ignore", module="lightning")
     scale: Scale | None = None
-    records: dict[int, Any] = {}
-    for dp in case.degrees:
-        run = _Loop(case, dp, scale)
-        records[dp] = run.train()
+    records: dict[Way, Any] = {}
+    for way in case.ways:
+        run = _Loop(case, way, scale)
+        records[way] = run.train()
         scale = run.scale
         # What a feature keeps beside the module cannot be set back.
-        later = () if case.feature else case.degrees
-        records[dp]["resumed"] = {to: run.resumed(to) for to in later}
+        later = () if case.feature else case.ways
+        records[way]["resumed"] = {to: run.resumed(to) for to in later}
     torch.save({"scale": scale, "runs": records}, folder / "plain.pt")
 
 
 class _Loop:
-    """The training of one degree of dp."""
+    """The training in one way."""
 
-    def __init__(self, case: PlainCase, dp: int, scale: Scale | None) -> None:
+    def __init__(self, case: PlainCase, way: Way, scale: Scale | None) -> None:
         self.case = case
         built = build(case.subject)
         self.dtype = torch.float64 if case.precision == "64" else torch.float32
         self.module = built.module.to(self.dtype)
-        self.batches = batches_of(built, case.batch)
-        self.dp = dp
+        self.batches = {to.batch: batches_of(built, to.batch) for to in case.ways}
+        self.way = way
         self.scale = scale
-        self.tap = Tap()
+        self.tap = Tap(microbatch=lambda: self.microbatch)
         parts = find_parts(self.module)
         self.plain: Plain = _Steps(self.module, self._announce)
         if case.feature:
             self.plain = FEATURES[case.feature].plain(parts.core)
             parts.core.register_forward_pre_hook(lambda module, args: self._announce())
         self.tap.install(self.module, parts, None)
-        self.running: Iterator[tuple[int, int]] = iter(())
+        self.running: Iterator[tuple[int, int, int]] = iter(())
+        self.microbatch = 0
         self.velocity: list[Tensor | None] = []
 
     def train(self) -> dict[str, Any]:
@@ -102,17 +126,17 @@ class _Loop:
         if not self.case.feature:
             self._check_repeatable()
         for step in range(STEPS):
-            for rank, loss in enumerate(self._accumulate(step, self.dp)):
+            for rank, loss in enumerate(self._accumulate(step, self.way)):
                 record["losses"][step, rank] = loss
             if step == 0:
                 record["grads"] = self._renamed("grad")
             record["norms"].append(self._step(clipped=step > 0))
         return record | {"weights": self._renamed("data"), "seen": list(self.tap.seen)}
 
-    def resumed(self, dp: int) -> dict[str, Tensor]:
-        """Weights after one step more with another degree; the loop stays where it was."""
+    def resumed(self, way: Way) -> dict[str, Tensor]:
+        """Weights after one step more in another way; the loop stays where it was."""
         kept = copy.deepcopy(self.module.state_dict()), [_cloned(v) for v in self.velocity]
-        self._accumulate(STEPS, dp)
+        self._accumulate(STEPS, way)
         self._step(clipped=True)
         after = self._renamed("data")
         self.module.load_state_dict(kept[0])
@@ -120,7 +144,7 @@ class _Loop:
         return after
 
     def _check_repeatable(self) -> None:
-        losses = [self._accumulate(0, 1)[0] for _ in range(2)]
+        losses = [self._accumulate(0, replace(self.way, dp=1))[0] for _ in range(2)]
         if not torch.equal(*losses):
             raise ValueError(
                 f"two equal steps give the losses {losses[0]:.9g} and {losses[1]:.9g}: the model "
@@ -129,18 +153,34 @@ class _Loop:
             )
         self.tap.seen.clear()
 
-    def _accumulate(self, step: int, dp: int) -> list[Tensor]:
+    def _accumulate(self, step: int, way: Way) -> list[Tensor]:
+        """Gradients of a step; the loss of each dp rank."""
         self.module.zero_grad()
-        batches = [self.batches(step, rank, dp) for rank in range(dp)]
+        ranks, number = range(way.dp), way.num_microbatches
+        batches = [self.batches[way.batch](step, rank, way.dp) for rank in ranks]
         if self.dtype == torch.float64:
             batches = [in_fp64(batch) for batch in batches]
-        self.running = iter([(step, rank) for rank in range(dp)])
-        with _default_dtype(self.dtype):
-            return [loss for _, loss in self.plain.forward_backward(batches, 1 / dp)]
+        self.running = iter([(step, rank, m) for m in range(number) for rank in ranks])
+        losses = [torch.zeros((), dtype=self.dtype) for _ in ranks]
+        # A microbatch of every dp rank, then the next ones: what a forward of all ranks sees.
+        for pieces in zip(*(self._pieces(batch, number) for batch in batches), strict=True):
+            shares = [share for _, share in pieces]
+            with _default_dtype(self.dtype):
+                told = self.plain.forward_backward([b for b, _ in pieces], 1 / way.dp, shares)
+            for rank, (share, (_, loss)) in enumerate(zip(shares, told, strict=True)):
+                losses[rank] += loss * share.loss if share.loss else 0.0
+        return losses
+
+    def _pieces(self, batch: Any, number: int) -> list[tuple[Any, Share]]:
+        own = getattr(self.module, "split_batch", None)
+        if number == 1:
+            return [(batch, Share())]
+        return cut(batch, number) if own is None else weighed(list(own(batch, number)))
 
     def _announce(self) -> None:
-        """Name the dp rank whose sub-batch comes next."""
-        self.tap.at = next(self.running, self.tap.at)
+        """Name the dp rank and the microbatch that come next."""
+        step, rank, self.microbatch = next(self.running, (*self.tap.at, self.microbatch))
+        self.tap.at = step, rank
 
     def _step(self, *, clipped: bool) -> float:
         trained = [p for p in self.module.parameters() if p.requires_grad]
@@ -203,12 +243,14 @@ class _Steps(Plain):
     ) -> list[tuple[Any, Tensor]]:
         step: Any = self.model.training_step
         results = []
-        for batch in batches:
+        for batch, share in zip(batches, shares_of(batches, shares), strict=True):
             self.announce()
             more = {"batch_idx": 0} if takes(step, "batch_idx") else {}
             out = step(batch, **more)
             loss = out["loss"] if isinstance(out, Mapping) else out
-            (loss * scale).backward()
+            # Without targets a mean over them is no number, and the microbatch counts for nothing.
+            if share.loss:
+                (loss * share.loss * scale).backward()
             results.append((None, loss.detach().clone()))
         return results
 

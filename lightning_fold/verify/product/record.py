@@ -9,7 +9,7 @@ sequence, so that any dealing of tokens over tp and cp can be put together again
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ class Seen:
         places_s: Places in the sequence of its tokens; None where it holds all.
         sequences: B.
         length: S.
+        microbatch: Of the step; 0 without a pipeline.
     """
 
     what: str
@@ -39,6 +40,7 @@ class Seen:
     places_s: Tensor | None = None
     sequences: int = 0
     length: int = 0
+    microbatch: int = 0
 
 
 @dataclass
@@ -48,10 +50,12 @@ class Tap:
     Attributes:
         seen: In order of the calls.
         at: Step and dp rank of what comes next.
+        microbatch: Says which one runs.
     """
 
     seen: list[Seen] = field(default_factory=list)
     at: tuple[int, int] = (0, 0)
+    microbatch: Callable[[], int] = field(default=lambda: 0)
 
     def install(self, root: nn.Module, parts: ModelParts, tokens: RunningTokens | None) -> None:
         """Hook the core, and the calls of experts containers.
@@ -71,7 +75,7 @@ class Tap:
     def _routing(self, name: str, index_TK: Tensor, layout: TokenLayout | None) -> None:
         # Recomputation in backward repeats decisions that have been seen.
         if not in_backward():
-            self.seen.append(_seen(name, self.at, index_TK, layout))
+            self._note(name, index_TK, layout)
 
     def _outputs(self, out: Any, layout: TokenLayout | None) -> None:
         for what in ("logits", "aux_loss"):
@@ -80,14 +84,18 @@ class Tap:
                 value = out
             if isinstance(value, Tensor):
                 part = what == "logits" and _is_part(value, layout)
-                self.seen.append(_seen(what, self.at, value, layout if part else None))
+                self._note(what, value, layout if part else None)
 
-
-def _seen(what: str, at: tuple[int, int], value: Tensor, layout: TokenLayout | None) -> Seen:
-    copy = value.detach().clone()
-    if layout is None:
-        return Seen(what, at, copy)
-    return Seen(what, at, copy, layout.places_s.clone(), layout.num_sequences, layout.length)
+    def _note(self, what: str, value: Tensor, layout: TokenLayout | None) -> None:
+        seen = Seen(what, self.at, value.detach().clone(), microbatch=self.microbatch())
+        if layout is not None:
+            seen = replace(
+                seen,
+                places_s=layout.places_s.clone(),
+                sequences=layout.num_sequences,
+                length=layout.length,
+            )
+        self.seen.append(seen)
 
 
 def _is_part(logits: Tensor, layout: TokenLayout | None) -> bool:

@@ -25,6 +25,7 @@ class MappingResult:
         refusal: Why it was not run, in the words of set-up.
         failure: Why there is no result: a crash or a hang.
         resumed_under: Mapping id under which its checkpoint was resumed.
+        schedule: Of its pipeline, and `x` virtual stages; empty with pp = 1.
     """
 
     mapping: str
@@ -32,6 +33,7 @@ class MappingResult:
     refusal: str | None = None
     failure: str | None = None
     resumed_under: str = ""
+    schedule: str = ""
 
     @property
     def failed(self) -> list[StepCheck]:
@@ -93,17 +95,23 @@ class VerifyResult:
         """One line: how many mappings are legal, refused and run."""
         refused = len(self.mappings) - len(self.run)
         return (
-            f"{self.ranks} ranks, pp = 1: {len(self.mappings)} legal mappings, {refused} refused, "
-            f"{len(self.run)} run against one process in {self.seconds:.0f} s"
+            f"{self.ranks} ranks: {len(self.mappings)} legal mappings{self._pipelines()}, "
+            f"{refused} refused, {len(self.run)} run against one process in {self.seconds:.0f} s"
         )
+
+    def _pipelines(self) -> str:
+        number = sum(bool(result.schedule) for result in self.mappings)
+        return f" ({len(self.mappings) - number} with pp = 1)" if number else ""
 
     def table(self) -> Table:
         """Mappings by checks: worst relative errors, ratios of what is off, verdict."""
         names = shown_checks(self.mappings)
-        table = Table("mapping", *(_SHORT[name] for name in names), "verdict")
+        schedules = ["schedule"] if any(result.schedule for result in self.run) else []
+        table = Table("mapping", *schedules, *(_SHORT[name] for name in names), "verdict")
         for result in self.run:
             found = {check.name: check for check in result.checks}
-            cells = [_cell(found.get(name)) for name in names]
+            cells = [*(result.schedule or "-" for _ in schedules)]
+            cells += [_cell(found.get(name)) for name in names]
             style = None if result.passed else "bold red"
             table.add_row(result.mapping, *cells, result.verdict, style=style)
         return table
@@ -164,6 +172,7 @@ def _mapping_json(result: MappingResult) -> dict[str, Any]:
         "refusal": result.refusal,
         "failure": result.failure,
         "resumed_under": result.resumed_under,
+        "schedule": result.schedule,
         "checks": {check.name: _check_json(check) for check in result.checks},
     }
 

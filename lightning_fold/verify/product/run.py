@@ -6,6 +6,7 @@ compare, diagnose. A crash costs its own mapping; the ranks start again for thos
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,40 +18,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_fold.config import FoldedConfig
 from lightning_fold.model.fold import check_model
-from lightning_fold.topology.doctor import DEGREE_FIELDS, nearest
-from lightning_fold.topology.folding import Folding, divisors, legal_foldings
+from lightning_fold.model.inspect import find_parts
+from lightning_fold.steps.microbatches import rows_of
+from lightning_fold.topology.folding import Folding
 from lightning_fold.verify.launch import WorldRun, run_world
 from lightning_fold.verify.mutations import MUTATIONS
 from lightning_fold.verify.plan import Case
+from lightning_fold.verify.product import pipelines
+from lightning_fold.verify.product.arguments import foldings_of, what_of
 from lightning_fold.verify.product.batches import batches_of
 from lightning_fold.verify.product.checks import compare_mapping, compare_resumed
 from lightning_fold.verify.product.diagnosis import Deviation, Failure, diagnose
-from lightning_fold.verify.product.plain import PlainCase, run_plain
+from lightning_fold.verify.product.plain import STEPS, PlainCase, Way, run_plain
 from lightning_fold.verify.product.result import MappingResult, VerifyResult
 from lightning_fold.verify.product.shrink import describe, is_hugging_face
-from lightning_fold.verify.product.subject import (
-    Built,
-    Subject,
-    build,
-    strategy_options,
-    subject_of,
-)
+from lightning_fold.verify.product.subject import Built, Subject, build
 from lightning_fold.verify.product.training import MappingCase, run_mapping, strategy_for
 
-MOST_RANKS, MOST_CRASHES = 8, 3
+MOST_CRASHES = 3
 _PLAIN_TIMEOUT_S, _MAPPING_TIMEOUT_S = 600.0, 120.0
-# They change what is computed, which the plain model does not do.
-_CHANGES_RESULTS = (
-    *("router", "router_options", "capacity_factor", "token_drop", "expert_precision"),
-)
-_NOT_OURS = (
-    *DEGREE_FIELDS.values(),
-    *("save_distributed_checkpoint", "async_save", "meta_init", "init_from", "moe_layers"),
-    *("num_microbatches", "microbatch_size", "pipeline_schedule", "pipeline_layout"),
-    *("virtual_pipeline_size", "collective_timeout_s"),
-)
 
 
 def verify(
@@ -60,6 +47,7 @@ def verify(
     config: str | Path | None = None,
     full: bool = False,
     mappings: Sequence[str] | None = None,
+    pp: Sequence[int] | None = None,
     inject: str = "",
     tolerance: float | None = None,
     folder: Path | None = None,
@@ -75,7 +63,9 @@ def verify(
         ranks: World size, 1 to 8.
         config: A LightningCLI recipe, in the place of `model`.
         full: Take the model at the size it has.
-        mappings: Ids of the mappings to run; None runs all with pp = 1.
+        mappings: Ids of the mappings to run; None runs all.
+        pp: Pipeline degrees whose mappings are run; None for all. Every mapping with stages runs
+            with one schedule: the recipe's, else the built-in ones in turn.
         inject: Name of a fault of `verify.mutations` to inject.
         tolerance: Largest relative error; None is 1e-10, and 1e-6 for models of transformers,
             which compute parts in fp32.
@@ -85,8 +75,8 @@ def verify(
         ValueError: An argument is wrong, or the model cannot be built, made small or fed.
         RuntimeError: The plain loop itself fails.
     """
-    foldings = _foldings(ranks, mappings, inject)
-    subject, options, notes = _what(model, config, full=full, inject=inject)
+    foldings = foldings_of(ranks, mappings, pp, inject)
+    subject, options, notes = what_of(model, config, full=full, inject=inject)
     if folder is not None:
         return _Verification(subject, foldings, options, notes, inject, tolerance, folder).result()
     with tempfile.TemporaryDirectory(prefix="fold-verify-") as made:
@@ -94,11 +84,11 @@ def verify(
         return _Verification(subject, foldings, options, notes, inject, tolerance, path).result()
 
 
-def refusal_of(folding: Folding, module: nn.Module, options: Mapping[str, Any]) -> str | None:
+def refusal_of(case: MappingCase, module: nn.Module) -> str | None:
     """Why set-up refuses a mapping of this model; None if it does not. Changes nothing."""
     try:
-        config = strategy_for(folding, options).config
-        check_model(module, folding, context_method=config.context_parallel_method)
+        config = strategy_for(case).config
+        check_model(module, case.folding, context_method=config.context_parallel_method)
     except ValueError as error:
         return str(error)
     return None
@@ -133,13 +123,16 @@ class _Verification:
         self.deviations: list[Deviation] = []
 
     def result(self) -> VerifyResult:
-        module = self.built.module
-        refusals = {f: refusal_of(f, module, self.options) for f in self.foldings}
-        fitting = [f for f in self.foldings if refusals[f] is None]
-        found = {f: MappingResult(f.mapping_id, refusal=refusals[f]) for f in self.foldings}
+        cases = self._cases()
+        refusals = [refusal_of(case, self.built.module) for case in cases]
+        found = {
+            case.mapping: replace(_no_result(case), refusal=refusal)
+            for case, refusal in zip(cases, refusals, strict=True)
+        }
+        fitting = [case for case in cases if found[case.mapping].refusal is None]
         if fitting:
             found |= self._compare(fitting)
-        results = tuple(found[f] for f in self.foldings)
+        results = tuple(found.values())
         return VerifyResult(
             subject=str(self.subject),
             shrunk=describe(self.built.changes),
@@ -169,19 +162,19 @@ class _Verification:
         ]
         return diagnose(failures, self.deviations, [result.mapping for result in compared])
 
-    def _compare(self, fitting: Sequence[Folding]) -> dict[Folding, MappingResult]:
+    def _compare(self, fitting: Sequence[MappingCase]) -> dict[str, MappingResult]:
         plain = self._run_plain(fitting)
-        cases = self._cases(fitting, plain["scale"])
+        cases = self._in_a_ring([replace(case, scale=plain["scale"]) for case in fitting])
         failures = _run_all(cases, self.folder / "ranks")
         trained = [case for case in cases if case.trains]
-        found = {case.folding: self._mapping(case, failures, plain["runs"]) for case in trained}
+        found = {case.mapping: self._mapping(case, failures, plain["runs"]) for case in trained}
         for saved, resumed in pairwise(cases if self.resumes else ()):
-            result = found[saved.folding]
+            result = found[saved.mapping]
             if result.checks:
-                found[saved.folding] = self._resumed(result, saved, resumed, failures, plain)
+                found[saved.mapping] = self._resumed(result, saved, resumed, failures, plain)
         return found
 
-    def _run_plain(self, fitting: Sequence[Folding]) -> dict[str, Any]:
+    def _run_plain(self, fitting: Sequence[MappingCase]) -> dict[str, Any]:
         case = PlainCase(
             model="",
             mapping=Folding.from_world(1).mapping_id,
@@ -189,7 +182,7 @@ class _Verification:
             feature=self.shown.feature,
             batch=self.shown.batch,
             subject=self.subject,
-            degrees=tuple(sorted({folding.dp for folding in fitting})),
+            ways=tuple(dict.fromkeys(map(Way.of, fitting))),
         )
         folder = self.folder / "plain"
         run = run_world(1, [case], folder, case_timeout=_PLAIN_TIMEOUT_S, run=run_plain)
@@ -199,42 +192,67 @@ class _Verification:
         record: dict[str, Any] = torch.load(folder / case.key / "plain.pt", weights_only=False)
         return record
 
-    def _cases(self, fitting: Sequence[Folding], scale: Any) -> list[MappingCase]:
-        """One case a mapping, each resuming its predecessor; a last one closes the ring."""
-        cases: list[MappingCase] = []
-        for number, folding in enumerate(fitting):
-            case = MappingCase(
-                model="",
-                mapping=folding.mapping_id,
-                precision=self.shown.precision,
-                mutation=self.inject,
-                feature=self.shown.feature,
-                batch=self.shown.batch,
-                subject=self.subject,
-                scale=scale,
-                options=self.options,
-                resumes=cases[-1].key if cases and self.resumes else "",
-                sharded=number % 2 == 0,
-            )
-            cases.append(case)
+    def _cases(self) -> list[MappingCase]:
+        """One case a mapping."""
+        turns = itertools.count()
+        return [self._case(f, next(turns) if f.pp > 1 else 0) for f in self.foldings]
+
+    def _case(self, folding: Folding, turn: int) -> MappingCase:
+        case = MappingCase(
+            model="",
+            mapping=folding.mapping_id,
+            precision=self.shown.precision,
+            mutation=self.inject,
+            feature=self.shown.feature,
+            batch=self.shown.batch,
+            subject=self.subject,
+            options={k: v for k, v in self.options.items() if k not in pipelines.OPTIONS},
+        )
+        if folding.pp == 1:
+            return case
+        if case.batch == "padded":
+            case = replace(case, batch="rows")
+        fields = pipelines.pipeline_of(
+            folding,
+            turn=turn,
+            num_layers=len(find_parts(self.built.module).layers),
+            rows=self._least_rows(case),
+            options=self.options,
+        )
+        return replace(case, **fields)
+
+    def _least_rows(self, case: MappingCase) -> int:
+        """Rows of the smallest batch that a mapping reads."""
+        batches, dp = batches_of(self.built, case.batch), case.folding.dp
+        read = (batches(step, rank, dp) for step in range(STEPS + 1) for rank in range(dp))
+        return min(map(rows_of, read))
+
+    def _in_a_ring(self, cases: Sequence[MappingCase]) -> list[MappingCase]:
+        """The cases, each resuming its predecessor; a last one closes the ring."""
         if not self.resumes:
-            return cases
-        return [*cases, replace(cases[0], trains=False, resumes=cases[-1].key)]
+            return list(cases)
+        before = ["", *(case.key for case in cases)]
+        ring = [
+            replace(case, resumes=key, sharded=number % 2 == 0)
+            for number, (case, key) in enumerate(zip(cases, before, strict=False))
+        ]
+        return [*ring, replace(ring[0], trains=False, resumes=before[-1])]
 
     def _mapping(
-        self, case: MappingCase, failures: Mapping[str, str], runs: Mapping[int, Any]
+        self, case: MappingCase, failures: Mapping[str, str], runs: Mapping[Way, Any]
     ) -> MappingResult:
+        result = _no_result(case)
         if case.key in failures:
-            return MappingResult(case.mapping, failure=failures[case.key])
+            return replace(result, failure=failures[case.key])
         ranks = self._records(case)
         refusals = {rank.get("refusal") for rank in ranks}
         if refusals != {None}:
-            return MappingResult(case.mapping, refusal="; ".join(sorted(map(str, refusals))))
+            return replace(result, refusal="; ".join(sorted(map(str, refusals))))
         checks, deviations = compare_mapping(
-            case.folding, ranks, runs[case.folding.dp], tolerance=self.tolerance
+            case.folding, ranks, runs[Way.of(case)], tolerance=self.tolerance
         )
         self.deviations += deviations
-        return MappingResult(case.mapping, tuple(checks))
+        return replace(result, checks=tuple(checks))
 
     def _resumed(
         self,
@@ -250,7 +268,7 @@ class _Verification:
             # A mapping that crashed by itself says nothing of the checkpoint.
             story = f"resuming under {under}: {failures[resumed.key]}"
             return result if resumed.trains else replace(result, failure=story)
-        expected = plain["runs"][saved.folding.dp]["resumed"][resumed.folding.dp]
+        expected = plain["runs"][Way.of(saved)]["resumed"][Way.of(resumed)]
         check = compare_resumed(self._records(resumed), expected, self.tolerance)
         return replace(result, checks=(*result.checks, check), resumed_under=under)
 
@@ -261,6 +279,12 @@ class _Verification:
             torch.load(folder / f"rank{rank}.pt", weights_only=False)
             for rank in range(case.folding.world)
         ]
+
+
+def _no_result(case: MappingCase) -> MappingResult:
+    pipeline = case.schedule if case.folding.pp > 1 else ""
+    virtual = f" x{case.virtual_stages}" if case.virtual_stages > 1 else ""
+    return MappingResult(case.mapping, schedule=f"{pipeline}{virtual}")
 
 
 def _run_all(cases: Sequence[MappingCase], folder: Path) -> dict[str, str]:
@@ -290,70 +314,6 @@ def _after_crash(
     if rest:
         rest[0] = replace(rest[0], resumes="")
     return rest
-
-
-def _foldings(ranks: int, mappings: Sequence[str] | None, inject: str) -> list[Folding]:
-    if type(ranks) is not int or not 1 <= ranks <= MOST_RANKS:
-        raise ValueError(
-            f"ranks={ranks}: a verification starts as many processes. Legal ranks: 1 to "
-            f"{MOST_RANKS}.  Change `--ranks`."
-        )
-    if inject and inject not in MUTATIONS:
-        raise ValueError(
-            f"{inject!r} is no fault. Legal: {', '.join(MUTATIONS)}. Change `--inject`."
-        )
-    legal = {f.mapping_id: f for f in legal_foldings(ranks, cp=divisors(ranks))}
-    for mapping in mappings or ():
-        if mapping not in legal:
-            likely = nearest(mapping, legal)
-            hint = f"; the nearest is {likely}" if likely else ""
-            raise ValueError(
-                f"{mapping!r} is no mapping of {ranks} ranks with pp = 1{hint}. "
-                f"{len(legal)} are legal. Change `--mapping`."
-            )
-    if mappings:
-        return [legal[mapping] for mapping in dict.fromkeys(mappings)]
-    own = MUTATIONS[inject].case.mapping if inject else ""
-    return sorted(legal.values(), key=lambda folding: folding.mapping_id != own)
-
-
-def _what(
-    model: str | Callable[..., nn.Module] | None,
-    config: str | Path | None,
-    *,
-    full: bool,
-    inject: str,
-) -> tuple[Subject, dict[str, Any], list[str]]:
-    """The model, arguments of the strategy, and what is left out of a recipe's."""
-    subject = subject_of(model, config, full=full)
-    if inject and subject.decoder:
-        # The fault's own model can show it: tied weights untied need tied ones.
-        subject = replace(subject, decoder=_showing(inject))
-    options = strategy_options(subject.recipe) if subject.recipe else {}
-    if inject:
-        shown = MUTATIONS[inject].case
-        options |= {
-            "context_parallel_method": shown.context_parallel_method,
-            "data_parallel_shard": shown.shard,
-        }
-    known = FoldedConfig.from_mapping(options)
-    left_out = {
-        name: getattr(known, name)
-        for name in _CHANGES_RESULTS
-        if options.get(name, None) not in (None, getattr(FoldedConfig(), name))
-    }
-    notes = [
-        f"left out of the recipe, being no part of the plain model: {name}={value!r}"
-        for name, value in left_out.items()
-    ]
-    kept = {k: v for k, v in options.items() if k not in (*_CHANGES_RESULTS, *_NOT_OURS)}
-    return subject, kept, notes
-
-
-def _showing(inject: str) -> str:
-    own = MUTATIONS[inject].case.model
-    # Shared experts and biases harm none and show more.
-    return "decoder-shared-bias" if own == "decoder" else own
 
 
 def _tolerance(built: Built, precision: str) -> float:

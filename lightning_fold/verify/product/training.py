@@ -21,9 +21,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_fold.params import local_tensor
 from lightning_fold.strategy import FoldedMoEStrategy
 from lightning_fold.topology.doctor import DEGREE_FIELDS
-from lightning_fold.topology.folding import Folding
 from lightning_fold.verify.features import FEATURES
-from lightning_fold.verify.harness import be_quiet, build_trainer
+from lightning_fold.verify.harness import be_quiet, build_trainer, microbatch_of
 from lightning_fold.verify.mutations import injected
 from lightning_fold.verify.plan import Case
 from lightning_fold.verify.product.batches import Batches, batches_of
@@ -75,14 +74,23 @@ def run_mapping(case: Case, folder: Path) -> None:
     leave_groups()
 
 
-def strategy_for(folding: Folding, options: Mapping[str, Any]) -> FoldedMoEStrategy:
+def strategy_for(case: MappingCase) -> FoldedMoEStrategy:
     """The strategy of a mapping; dp and edp follow from the world.
 
     Raises:
         ValueError: The config refuses it.
     """
-    degrees: dict[str, Any] = {name: folding.size(axis) for axis, name in DEGREE_FIELDS.items()}
-    return FoldedMoEStrategy(**{**options, **degrees})
+    folding = case.folding
+    own: dict[str, Any] = {name: folding.size(axis) for axis, name in DEGREE_FIELDS.items()}
+    if folding.pp > 1:
+        own |= {
+            "pipeline_schedule": case.schedule,
+            "virtual_pipeline_size": case.virtual_stages,
+            "num_microbatches": case.num_microbatches,
+            "pipeline_layout": case.layout,
+        }
+    own |= {"save_distributed_checkpoint": case.sharded, **FEATURES[case.feature].strategy}
+    return FoldedMoEStrategy(**{**case.options, **own})
 
 
 class SubBatches(pl.LightningDataModule):
@@ -129,7 +137,9 @@ class Recorder(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """From here on an error is no refusal."""
         if not self.has_started:
-            folded = _strategy(trainer)._model_or_raise()
+            strategy = _strategy(trainer)
+            folded = strategy._model_or_raise()
+            self.tap.microbatch = lambda: microbatch_of(strategy)
             self.tap.install(pl_module, folded.parts, folded.tokens)
         self.has_started = True
 
@@ -143,11 +153,12 @@ class Recorder(pl.Callback):
         """Gather on every rank: copies that differ tell which sum is missing. Before clipping."""
         if self.grads is None:
             canonical = _strategy(trainer)._checkpoints.canonical
-            self.grads = {
+            own = {
                 name: canonical.to_user(name, param.grad).clone()
                 for name, param in pl_module.named_parameters()
                 if param.grad is not None
             }
+            self.grads = _of_all_stages(_strategy(trainer), own)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *args: Any
@@ -170,9 +181,7 @@ class _Run:
         assert case.scale is not None
         _set_optimizer(self.module, case.scale)
         self.data = SubBatches(batches_of(built, case.batch), case.folding.dp)
-        options = {"save_distributed_checkpoint": case.sharded, **case.options}
-        options |= FEATURES[case.feature].strategy
-        self.strategy = strategy_for(case.folding, options)
+        self.strategy = strategy_for(case)
 
     def record(self) -> dict[str, Any]:
         """Everything that this rank has seen, or why set-up refused."""
@@ -207,7 +216,9 @@ class _Run:
             "norms": self.recorder.norms[:STEPS],
             "grads": self.recorder.grads,
             "weights": self._weights(),
-            "families": {n: family.value for n, family in self.strategy.families.items()},
+            "families": _of_all_stages(
+                self.strategy, {n: family.value for n, family in self.strategy.families.items()}
+            ),
         }
         self.trainer.save_checkpoint(self.folder / CHECKPOINT)
         # Equal weights would hide a checkpoint that is not loaded.
@@ -242,6 +253,15 @@ def _set_optimizer(module: Any, scale: Scale) -> None:
 
     module.configure_optimizers = MethodType(configure_optimizers, module)
     module.configure_gradient_clipping = MethodType(configure_gradient_clipping, module)
+
+
+def _of_all_stages(strategy: FoldedMoEStrategy, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by name of all stages; of what two of them hold, the own. Collective over pp."""
+    if strategy.folding.pp == 1:
+        return dict(own)
+    parts: list[Any] = [None] * strategy.folding.pp
+    dist.all_gather_object(parts, dict(own), group=strategy.meshes.group("pp"))
+    return {name: value for part in (*parts, own) for name, value in part.items()}
 
 
 def _strategy(trainer: pl.Trainer) -> FoldedMoEStrategy:
