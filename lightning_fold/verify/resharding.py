@@ -49,7 +49,7 @@ class Resharding(Case):
         full = ".full" if self.shard == "full" else ""
         role = ".resume" if self.sources else ""
         feature = f".{self.feature}" if self.feature else ""
-        return f"{self.mapping}.{self.model}.{self.optimizer}{feature}{full}{role}"
+        return f"{self.mapping}.{self.model}.{self.optimizer}{feature}{full}{self._pipeline}{role}"
 
 
 class ReshardModule(pl.LightningModule):

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -96,6 +97,26 @@ def test_a_telling_few_with_context_parallel_and_foldings_of_single_layers(tmp_p
         Resharding("decoder", CONTEXT, feature="layers", shard="full"),
     ]
     assert_close(run_all(few, few, tmp_path), 1e-10, pairs=4)
+
+
+@pytest.mark.dist(4)
+def test_interleaved_stages_resume_as_one_and_back(tmp_path: Path) -> None:
+    pairs: Sequence[tuple[Literal["adamw", "sgd"], str]] = (
+        ("adamw", "decoder-tied"),
+        ("sgd", "decoder"),
+    )
+    for optimizer, model in pairs:
+        staged = Resharding(
+            model,
+            "tp2cp1dp1pp2-etp1ep2edp1",
+            optimizer=optimizer,
+            schedule="interleaved_1f1b",
+            virtual_stages=2,
+            num_microbatches=4,
+            layout="Et|t|t|L",
+        )
+        both = [staged, Resharding(model, FOUR[2], optimizer=optimizer)]
+        assert_close(run_all(both, both, tmp_path / model), 1e-10, pairs=4)
 
 
 @pytest.mark.slow
