@@ -105,6 +105,31 @@ def test_faults_of_pipelines_name_theirs(
     assert all(finding["axes"] == axes for finding in found), found
 
 
+TWICE = """
+import lightning.pytorch as pl
+from lightning_fold.model.decoder import Decoder, DecoderConfig
+
+
+class Twice(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = Decoder(DecoderConfig(num_hidden_layers=2))
+
+    def training_step(self, batch, batch_idx):
+        return self.model(**batch).loss + self.model(**batch).loss
+"""
+
+
+@pytest.mark.dist(2)
+def test_a_step_that_fits_no_pipeline_is_refused_there_alone(tmp_path: Path) -> None:
+    (tmp_path / "twice.py").write_text(TWICE)
+    wanted = ["--model", "twice.py:Twice", *only(PP2, DATA_EP2)]
+    done = run("--ranks", "2", *wanted, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 legal mappings (1 with pp = 1), 1 refused, 1 run" in done.stdout
+    assert f"refused 1: {PP2}: Twice.training_step calls it more than once" in done.stdout
+
+
 def test_wrong_options_end_in_one_line_and_status_2(tmp_path: Path) -> None:
     done = run("--ranks", "9", cwd=tmp_path)
     assert done.returncode == 2

@@ -31,7 +31,7 @@ from lightning_fold.verify.product.picture import draw_result, level
 from lightning_fold.verify.product.pipelines import pipeline_of, spread
 from lightning_fold.verify.product.record import Seen
 from lightning_fold.verify.product.result import MappingResult, VerifyResult
-from lightning_fold.verify.product.run import refusal_of
+from lightning_fold.verify.product.run import _Verification, refusal_of
 from lightning_fold.verify.product.subject import (
     DEFAULT,
     Built,
@@ -169,6 +169,26 @@ def test_mappings_are_refused_in_the_words_of_set_up() -> None:
     assert "8 heads cannot be split over tp=3" in str(told)
     full = case_of(Folding.from_world(2, pp=2), options={"data_parallel_shard": "full"})
     assert "data_parallel_shard" in str(refusal_of(full, module))
+
+
+class Scalars(pl.LightningModule):
+    """Its batches have no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Decoder(DecoderConfig(num_hidden_layers=2))
+
+    def example_batch(self, index: int) -> dict[str, Tensor]:
+        return {"x": torch.tensor(float(index))}
+
+
+def test_batches_without_rows_refuse_pipelines_alone(tmp_path: Path) -> None:
+    subject = Subject(function=f"{__file__}:Scalars", full=True)
+    foldings = [Folding.from_world(2, pp=2), Folding.from_world(2)]
+    seen = _Verification(subject, foldings, {}, (), "", None, tmp_path)
+    staged, plain = (seen._refusal(case) for case in seen._cases())
+    assert "has no tensor with rows" in str(staged)
+    assert plain is None
 
 
 def case_of(folding: Folding, **fields: Any) -> MappingCase:

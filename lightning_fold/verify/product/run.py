@@ -20,7 +20,8 @@ from torch import nn
 
 from lightning_fold.model.fold import check_model
 from lightning_fold.model.inspect import find_parts
-from lightning_fold.steps.microbatches import rows_of
+from lightning_fold.steps.microbatches import rows_of, split
+from lightning_fold.steps.step import PROTOCOL
 from lightning_fold.topology.folding import Folding
 from lightning_fold.verify.launch import WorldRun, run_world
 from lightning_fold.verify.mutations import MUTATIONS
@@ -124,7 +125,7 @@ class _Verification:
 
     def result(self) -> VerifyResult:
         cases = self._cases()
-        refusals = [refusal_of(case, self.built.module) for case in cases]
+        refusals = [self._refusal(case) for case in cases]
         found = {
             case.mapping: replace(_no_result(case), refusal=refusal)
             for case, refusal in zip(cases, refusals, strict=True)
@@ -180,7 +181,6 @@ class _Verification:
             mapping=Folding.from_world(1).mapping_id,
             precision=self.shown.precision,
             feature=self.shown.feature,
-            batch=self.shown.batch,
             subject=self.subject,
             ways=tuple(dict.fromkeys(map(Way.of, fitting))),
         )
@@ -221,11 +221,27 @@ class _Verification:
         )
         return replace(case, **fields)
 
-    def _least_rows(self, case: MappingCase) -> int:
-        """Rows of the smallest batch that a mapping reads."""
+    def _read(self, case: MappingCase) -> list[Any]:
+        """All batches that a mapping reads."""
         batches, dp = batches_of(self.built, case.batch), case.folding.dp
-        read = (batches(step, rank, dp) for step in range(STEPS + 1) for rank in range(dp))
-        return min(map(rows_of, read))
+        return [batches(step, rank, dp) for step in range(STEPS + 1) for rank in range(dp)]
+
+    def _least_rows(self, case: MappingCase) -> int:
+        """Rows of the smallest batch that a mapping reads; 0 where a batch has none."""
+        try:
+            return min(map(rows_of, self._read(case)))
+        except ValueError:
+            return 0
+
+    def _refusal(self, case: MappingCase) -> str | None:
+        """Why a mapping is not run: its batches cannot be cut, or set-up refuses it."""
+        if case.folding.pp > 1 and not hasattr(self.built.module, "split_batch"):
+            try:
+                for batch in self._read(case):
+                    split(batch, max(1, case.num_microbatches or 1))
+            except ValueError as error:
+                return str(error)
+        return refusal_of(case, self.built.module)
 
     def _in_a_ring(self, cases: Sequence[MappingCase]) -> list[MappingCase]:
         """The cases, each resuming its predecessor; a last one closes the ring."""
@@ -243,7 +259,9 @@ class _Verification:
     ) -> MappingResult:
         result = _no_result(case)
         if case.key in failures:
-            return replace(result, failure=failures[case.key])
+            story = failures[case.key]
+            refused = case.folding.pp > 1 and refused_step(story)
+            return replace(result, refusal=refused) if refused else replace(result, failure=story)
         ranks = self._records(case)
         refusals = {rank.get("refusal") for rank in ranks}
         if refusals != {None}:
@@ -266,8 +284,10 @@ class _Verification:
         under = resumed.mapping
         if resumed.key in failures:
             # A mapping that crashed by itself says nothing of the checkpoint.
-            story = f"resuming under {under}: {failures[resumed.key]}"
-            return result if resumed.trains else replace(result, failure=story)
+            story = failures[resumed.key]
+            if resumed.trains or refused_step(story):
+                return result
+            return replace(result, failure=f"resuming under {under}: {story}")
         expected = plain["runs"][Way.of(saved)]["resumed"][Way.of(resumed)]
         check = compare_resumed(self._records(resumed), expected, self.tolerance)
         return replace(result, checks=(*result.checks, check), resumed_under=under)
@@ -281,6 +301,12 @@ class _Verification:
         ]
 
 
+def refused_step(story: str) -> str | None:
+    """What a pipeline says of a training step that it cannot run, if that ended the ranks."""
+    lines = [line for line in story.splitlines() if PROTOCOL in line]
+    return lines[-1].rpartition("ValueError: ")[2].strip() if lines else None
+
+
 def _no_result(case: MappingCase) -> MappingResult:
     pipeline = case.schedule if case.folding.pp > 1 else ""
     virtual = f" x{case.virtual_stages}" if case.virtual_stages > 1 else ""
@@ -291,13 +317,14 @@ def _run_all(cases: Sequence[MappingCase], folder: Path) -> dict[str, str]:
     """Run all cases; why there is no result, by key."""
     failures: dict[str, str] = {}
     left = list(cases)
-    while left and len(failures) < MOST_CRASHES:
+    crashes = 0
+    while left and crashes < MOST_CRASHES:
         run = run_world(
             left[0].folding.world, left, folder, case_timeout=_MAPPING_TIMEOUT_S, run=run_mapping
         )
         if run.failure is None:
             return failures
-        left = _after_crash(left, run, failures)
+        left, crashes = _after_crash(left, run, failures), crashes + 1
         for path in folder.glob("*.error"):
             path.unlink()
     return failures | {case.key: f"not run after {MOST_CRASHES} crashes" for case in left}
@@ -311,6 +338,10 @@ def _after_crash(
     place = keys.index(run.failed_case) if run.failed_case in keys else 0
     failures[keys[place]] = str(run.failure)
     rest = list(left[place + 1 :])
+    if left[place].folding.pp > 1 and refused_step(str(run.failure)):
+        # The step fits no pipeline at all.
+        failures |= {case.key: str(run.failure) for case in rest if case.folding.pp > 1}
+        rest = [case for case in rest if case.folding.pp == 1]
     if rest:
         rest[0] = replace(rest[0], resumes="")
     return rest
