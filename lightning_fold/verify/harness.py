@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_fold.model import decoder
 from lightning_fold.strategy import FoldedMoEStrategy
+from lightning_fold.topology.doctor import DEGREE_FIELDS
 from lightning_fold.verify import cases
 from lightning_fold.verify.features import FEATURES
 from lightning_fold.verify.plan import Case
@@ -195,7 +196,19 @@ def build_strategy(case: Case, *, sharded: bool = False, **options: Any) -> Fold
         sharded: Whether checkpoints are folders.
         options: Further arguments of the strategy.
     """
+    return FoldedMoEStrategy(
+        context_parallel_method=case.context_parallel_method,
+        data_parallel_shard=case.shard,
+        save_distributed_checkpoint=sharded,
+        **mapping_options(case),
+        **options,
+    )
+
+
+def mapping_options(case: Case) -> dict[str, Any]:
+    """Arguments of the strategy for a case's mapping, pipeline and feature."""
     folding = case.folding
+    options: dict[str, Any] = {name: folding.size(axis) for axis, name in DEGREE_FIELDS.items()}
     if folding.pp > 1:
         options |= {
             "pipeline_schedule": case.schedule,
@@ -203,18 +216,7 @@ def build_strategy(case: Case, *, sharded: bool = False, **options: Any) -> Fold
             "num_microbatches": case.num_microbatches,
             "pipeline_layout": case.layout,
         }
-    return FoldedMoEStrategy(
-        tensor_parallel_size=folding.tp,
-        context_parallel_size=folding.cp,
-        context_parallel_method=case.context_parallel_method,
-        pipeline_parallel_size=folding.pp,
-        expert_parallel_size=folding.ep,
-        expert_tensor_parallel_size=folding.etp,
-        data_parallel_shard=case.shard,
-        save_distributed_checkpoint=sharded,
-        **FEATURES[case.feature].strategy,
-        **options,
-    )
+    return options | dict(FEATURES[case.feature].strategy)
 
 
 def build_trainer(case: Case, strategy: FoldedMoEStrategy, **options: Any) -> pl.Trainer:

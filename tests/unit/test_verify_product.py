@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from lightning_fold.model.decoder import Decoder, DecoderConfig
 from lightning_fold.pipeline.layout import parse_layout
 from lightning_fold.steps.microbatches import split
+from lightning_fold.steps.step import PROTOCOL
 from lightning_fold.topology.folding import Folding
 from lightning_fold.verify import verify
+from lightning_fold.verify.launch import WorldRun
 from lightning_fold.verify.plain import cut
 from lightning_fold.verify.plan_pipelines import SCHEDULES
 from lightning_fold.verify.product.batches import batches_of
@@ -31,7 +33,12 @@ from lightning_fold.verify.product.picture import draw_result, level
 from lightning_fold.verify.product.pipelines import pipeline_of, spread
 from lightning_fold.verify.product.record import Seen
 from lightning_fold.verify.product.result import MappingResult, VerifyResult
-from lightning_fold.verify.product.run import _Verification, refusal_of
+from lightning_fold.verify.product.run import (
+    _after_crash,
+    _Verification,
+    refusal_of,
+    refused_step,
+)
 from lightning_fold.verify.product.subject import (
     DEFAULT,
     Built,
@@ -193,6 +200,27 @@ def test_batches_without_rows_refuse_pipelines_alone(tmp_path: Path) -> None:
 
 def case_of(folding: Folding, **fields: Any) -> MappingCase:
     return MappingCase("", folding.mapping_id, **fields)
+
+
+def test_a_step_that_fits_no_pipeline_takes_all_of_them_along() -> None:
+    chain: list[MappingCase] = []
+    for folding in (Folding.from_world(4, pp=2), Folding.from_world(4)) * 2:
+        fields = {"resumes": chain[-1].key if chain else ""}
+        mapping = Folding.from_world(4, pp=folding.pp, ep=1 + len(chain) // 2)
+        chain.append(case_of(mapping, **fields))
+    failures: dict[str, str] = {}
+    story = f"Traceback\nValueError: Twice.training_step calls it more than once. {PROTOCOL}."
+    left = _after_crash(chain, WorldRun(story, chain[0].key), failures)
+    assert [(case.mapping, case.resumes) for case in left] == [
+        (chain[1].mapping, ""),
+        (chain[3].mapping, ""),
+    ]
+    assert failures == {chain[0].key: story, chain[2].key: story}
+    assert str(refused_step(story)).startswith("Twice.training_step calls it more than once")
+    # A crash of another kind costs its own mapping.
+    failures.clear()
+    left = _after_crash(chain, WorldRun("rank 1 failed", chain[0].key), failures)
+    assert [case.resumes for case in left] == ["", chain[1].key, chain[2].key]
 
 
 # ------------------------------------------------------------ pipelines

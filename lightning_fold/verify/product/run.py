@@ -122,6 +122,7 @@ class _Verification:
         self.tolerance = tolerance or _tolerance(self.built, self.shown.precision)
         self.resumes = not self.shown.feature
         self.deviations: list[Deviation] = []
+        self.read: dict[tuple[str, int], list[Any]] = {}
 
     def result(self) -> VerifyResult:
         cases = self._cases()
@@ -222,9 +223,13 @@ class _Verification:
         return replace(case, **fields)
 
     def _read(self, case: MappingCase) -> list[Any]:
-        """All batches that a mapping reads."""
-        batches, dp = batches_of(self.built, case.batch), case.folding.dp
-        return [batches(step, rank, dp) for step in range(STEPS + 1) for rank in range(dp)]
+        """All batches that a mapping reads; mappings with equal dp read the same."""
+        key = case.batch, case.folding.dp
+        if key not in self.read:
+            batches, dp = batches_of(self.built, case.batch), case.folding.dp
+            steps = range(STEPS + 1)
+            self.read[key] = [batches(step, rank, dp) for step in steps for rank in range(dp)]
+        return self.read[key]
 
     def _least_rows(self, case: MappingCase) -> int:
         """Rows of the smallest batch that a mapping reads; 0 where a batch has none."""
@@ -342,9 +347,7 @@ def _after_crash(
         # The step fits no pipeline at all.
         failures |= {case.key: str(run.failure) for case in rest if case.folding.pp > 1}
         rest = [case for case in rest if case.folding.pp == 1]
-    if rest:
-        rest[0] = replace(rest[0], resumes="")
-    return rest
+    return [replace(case, resumes="") if case.resumes in failures else case for case in rest]
 
 
 def _tolerance(built: Built, precision: str) -> float:

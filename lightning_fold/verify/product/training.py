@@ -20,9 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_fold.params import local_tensor
 from lightning_fold.strategy import FoldedMoEStrategy
-from lightning_fold.topology.doctor import DEGREE_FIELDS
-from lightning_fold.verify.features import FEATURES
-from lightning_fold.verify.harness import be_quiet, build_trainer, microbatch_of
+from lightning_fold.verify.harness import be_quiet, build_trainer, mapping_options, microbatch_of
 from lightning_fold.verify.mutations import injected
 from lightning_fold.verify.plan import Case
 from lightning_fold.verify.product.batches import Batches, batches_of
@@ -80,16 +78,7 @@ def strategy_for(case: MappingCase) -> FoldedMoEStrategy:
     Raises:
         ValueError: The config refuses it.
     """
-    folding = case.folding
-    own: dict[str, Any] = {name: folding.size(axis) for axis, name in DEGREE_FIELDS.items()}
-    if folding.pp > 1:
-        own |= {
-            "pipeline_schedule": case.schedule,
-            "virtual_pipeline_size": case.virtual_stages,
-            "num_microbatches": case.num_microbatches,
-            "pipeline_layout": case.layout,
-        }
-    own |= {"save_distributed_checkpoint": case.sharded, **FEATURES[case.feature].strategy}
+    own = {"save_distributed_checkpoint": case.sharded, **mapping_options(case)}
     return FoldedMoEStrategy(**{**case.options, **own})
 
 
