@@ -1,4 +1,4 @@
-# make demo | demo-pp | test | test-full | mutate | lint | bench | clean
+# make demo | demo-pp | test | test-full | mutate | lint | aot | bench | clean
 #
 # Every target first builds .venv with the versions of constraints.txt, where it is missing or
 # older than pyproject.toml or constraints.txt. PYTHON chooses the interpreter it is built from.
@@ -7,13 +7,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+TRITON_36 := $(VENV)/triton36
 DEMO := recipes/demo.tp2cp1dp2pp1-etp1ep4edp1.yaml
 DEMO_PP := recipes/demo-pp.tp2cp1dp1pp2-etp1ep2edp1.yaml
 SOURCES := lightning_fold kernels tests benchmarks recipes
 TEXTS := docs README.md ARCHITECTURE.md CHANGELOG.md pyproject.toml constraints.txt Makefile .ci/run
 
 .DEFAULT_GOAL := test
-.PHONY: demo demo-pp test test-full mutate lint bench clean
+.PHONY: demo demo-pp test test-full mutate lint aot bench clean
 # The tests start several ranks on few cores; threads of theirs would only wait for each other.
 test test-full mutate: export OMP_NUM_THREADS = 1
 
@@ -41,10 +42,19 @@ lint: $(INSTALLED)
 	$(BIN)/codespell $(SOURCES) $(TEXTS)
 	! LC_ALL=C grep -rnIP --exclude-dir=__pycache__ '[^\x00-\x7F]' $(SOURCES) $(TEXTS)
 
-test: lint
+# Kernels have to compile with the oldest Triton that pyproject.toml allows, too.
+$(TRITON_36): | $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==3.6.0
+
+aot: $(INSTALLED) $(TRITON_36)
+	$(BIN)/python -m fold_kernels.aot
+	PYTHONPATH=$(TRITON_36) $(BIN)/python -m fold_kernels.aot
+	$(BIN)/python -m fold_kernels.aot --capability 100
+
+test: lint aot
 	$(BIN)/pytest -m "not slow"
 
-test-full: lint
+test-full: lint aot
 	$(BIN)/pytest
 	$(BIN)/python -m lightning_fold.verify.mutations
 
@@ -55,6 +65,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/strategy_overhead.py
 	$(BIN)/python benchmarks/moe_layer.py
 	$(BIN)/python benchmarks/dispatch_bytes.py
+	$(BIN)/python benchmarks/kernels_cpu.py
 
 clean:
 	rm -rf $(VENV) runs lightning_logs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -136,7 +136,7 @@ def floor_row(problem: Problem) -> Row:
     return run
 
 
-def huggingface_row(problem: Problem, implementation: str) -> Row:
+def huggingface_experts(problem: Problem, implementation: str) -> Any:
     """Experts of transformers' Qwen3-MoE."""
     from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -148,10 +148,10 @@ def huggingface_row(problem: Problem, implementation: str) -> Row:
         num_experts_per_tok=problem.shape.top_k,
     )
     config._experts_implementation = implementation
-    return layer_row(problem, with_weights(Qwen3MoeExperts(config), problem))
+    return with_weights(Qwen3MoeExperts(config), problem)
 
 
-def folded_row(problem: Problem, comm: Any, dispatcher: str) -> Row:
+def folded_experts(problem: Problem, comm: Any, dispatcher: str) -> Any:
     """This package's layer, swapped in as the strategy does it."""
     from fold_kernels.swiglu import swiglu
     from lightning_fold.model.inspect import ExpertsSpec
@@ -162,7 +162,7 @@ def folded_row(problem: Problem, comm: Any, dispatcher: str) -> Row:
     shape = problem.shape
     spec = ExpertsSpec("experts", experts, shape.experts, shape.width, swiglu, None)
     swap_experts([spec], comm=comm, dispatcher=dispatcher, tokens=RunningTokens())
-    return layer_row(problem, experts)
+    return experts
 
 
 def with_weights(module: Any, problem: Problem) -> Any:
@@ -197,7 +197,7 @@ def compare(problem: Problem, rows: dict[str, Row], world: int) -> None:
         for what, got, want in zip(
             ("output", "tokens", "weights", "gate_up", "down"), run(), wanted, strict=True
         ):
-            got, want = getattr(got, "_local_tensor", got).double(), want
+            got = getattr(got, "_local_tensor", got).detach().double()
             want = want if got.numel() == want.numel() else want[own]
             error = float((got.flatten() - want.flatten()).norm() / want.norm())
             assert error < 1e-5, f"{name}: {what} is off by {error:.1e}"
@@ -224,12 +224,17 @@ def rows_of(problem: Problem, comm: Any, world: int) -> dict[str, Row]:
     rows = {"dense": dense_row(problem), "floor": floor_row(problem)}
     if world > 1:
         names = [name for name in BUILT_IN if name != "local"]
-        return rows | {f"folded {name}": folded_row(problem, comm, name) for name in names}
-    rows["folded"] = folded_row(problem, comm, "auto")
+        folded = {f"folded {name}": folded_experts(problem, comm, name) for name in names}
+        return rows | {name: layer_row(problem, experts) for name, experts in folded.items()}
+    return rows | {name: layer_row(problem, experts) for name, experts in layers_of(problem, comm)}
+
+
+def layers_of(problem: Problem, comm: Any) -> Iterator[tuple[str, Any]]:
+    """Experts containers on one rank: this package's, and Hugging Face's if they are installed."""
+    yield "folded", folded_experts(problem, comm, "auto")
     if importlib.util.find_spec("transformers") is not None:
-        rows["huggingface grouped_mm"] = huggingface_row(problem, "grouped_mm")
-        rows["huggingface loop"] = huggingface_row(problem, "eager")
-    return rows
+        yield "huggingface grouped_mm", huggingface_experts(problem, "grouped_mm")
+        yield "huggingface loop", huggingface_experts(problem, "eager")
 
 
 def time_rounds(rows: dict[str, Row], rounds: int) -> dict[str, list[float]]:

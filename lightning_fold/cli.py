@@ -42,6 +42,7 @@ from lightning_fold.cli_config import (
 )
 from lightning_fold.cli_errors import PROGRAM, UsageError, end_with, relayed
 from lightning_fold.cli_schedule import run_schedule
+from lightning_fold.cli_tune import run_tune
 from lightning_fold.cli_verify import run_verify
 from lightning_fold.model.fold import check_model
 from lightning_fold.model.on_meta import parameters_on_meta
@@ -67,6 +68,8 @@ _HELP = f"""usage: {PROGRAM} COMMAND [options]
                                  {PROGRAM} verify --ranks 4 --config FILE
   schedule                       idle time and memory of a pipeline schedule:
                                  {PROGRAM} schedule --pp 4 --microbatches 8 --schedule all
+  tune                           quickest tiles of the kernels on this machine's GPU:
+                                 {PROGRAM} tune --config FILE --out tiles.json
   inspect                        what a checkpoint holds, without loading it
   convert                        a sharded folder into one file, and back:
                                  {PROGRAM} convert last.ckpt whole.ckpt
@@ -164,8 +167,12 @@ class FoldedCLI(LightningCLI):
             "configure_model", self.model
         ):
             return
-        method = strategy.config.context_parallel_method
-        check_model(self.model, strategy.folding, context_method=method)
+        check_model(
+            self.model,
+            strategy.folding,
+            context_method=strategy.config.context_parallel_method,
+            expert_precision=strategy.config.expert_precision,
+        )
 
     def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
         """Build the configured optimizer when the strategy asks for it, not before.
@@ -258,6 +265,7 @@ def _command(words: list[str]) -> Callable[[list[str]], None]:
         "show": _show,
         "verify": run_verify,
         "schedule": run_schedule,
+        "tune": run_tune,
         "inspect": run_inspect,
         "convert": run_convert,
     }

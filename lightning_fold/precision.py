@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fold.params import clip_by_norm, clip_by_value, local_tensor
+from lightning_fold.topology import doctor
 
 SUPPORTED = ("32-true", "64-true", "bf16-true", "bf16-mixed", "16-mixed")
 _PLUGINS = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
@@ -82,6 +83,16 @@ def install(
     bound.clip_grad_by_norm, bound.clip_grad_by_value = by_norm, by_value
     if isinstance(plugin, MixedPrecision) and type(plugin.scaler) is torch.amp.GradScaler:
         plugin.scaler = _folded_scaler(plugin.scaler)
+
+
+def check_experts(plugin: Precision, expert_precision: str) -> None:
+    """Refuse fp8 experts under a plugin that makes the model fp64.
+
+    Raises:
+        ValueError: Names both arguments.
+    """
+    if expert_precision == "fp8_block" and isinstance(plugin, DoublePrecision):
+        doctor.refuse_fp8_of(f"Trainer(precision={plugin.precision!r})", "torch.float64")
 
 
 def step_context(plugin: Precision, step: str) -> AbstractContextManager[Any]:

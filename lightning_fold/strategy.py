@@ -56,8 +56,7 @@ class FoldedMoEStrategy(SteppingStrategy):
     """Train a Mixture-of-Experts model with separate mappings for attention and MoE layers.
 
     Every argument is a field of `lightning_fold.config.FoldedConfig`, which says what it does and
-    what it costs. Data parallel degrees follow from the world. An argument whose feature is not
-    built raises for any value but its default.
+    what it costs. Data parallel degrees follow from the world.
     """
 
     strategy_name = "folded_moe"
@@ -140,6 +139,7 @@ class FoldedMoEStrategy(SteppingStrategy):
         _ = self.layer_foldings
         if self.config.init_from is not None:
             open_initial(self.config.init_from)
+        precision.check_experts(self.precision_plugin, self.config.expert_precision)
         self._check_pipeline()
         if not environment.creates_processes_externally:
             compat.check_relaunch(self.num_processes, getattr(__main__, "__file__", None))
@@ -218,6 +218,7 @@ class FoldedMoEStrategy(SteppingStrategy):
             layer_foldings=self.layer_foldings,
             context_method=self.config.context_parallel_method,
             activation_checkpointing=self.config.activation_checkpointing,
+            expert_precision=self.config.expert_precision,
             frees_after_forward=self.config.data_parallel_shard == "full",
             cut=None if self.pipeline is None else self.pipeline.leave_own,
         )

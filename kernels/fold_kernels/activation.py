@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fold_kernels.swiglu import (
@@ -21,6 +22,39 @@ from fold_kernels.swiglu import (
 )
 
 Activation = Callable[[Tensor], Tensor]
+
+
+def geglu_tanh(hidden_R2F: Tensor) -> Tensor:
+    """GELU, tanh form, of the gate half times the up half: [R, 2F] to [R, F]."""
+    gate, up = hidden_R2F.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def clamped_swiglu(hidden_R2F: Tensor) -> Tensor:
+    """gpt-oss: gate * sigmoid(1.702 gate) * (up + 1), both halves clamped at 7."""
+    gate, up = hidden_R2F.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+def relu_squared(hidden_RF: Tensor) -> Tensor:
+    """Square of the positive part, without an up half: [R, F] to [R, F]."""
+    return F.relu(hidden_RF).square()
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "swiglu": swiglu,
+    "geglu_tanh": geglu_tanh,
+    "clamped_swiglu": clamped_swiglu,
+    "relu_squared": relu_squared,
+}
+"""Activations that have a kernel, by the name that ops take."""
+GATED = frozenset({"swiglu", "geglu_tanh", "clamped_swiglu"})
+
+
+def name_of(activation: Activation) -> str | None:
+    """Name of an activation with a kernel; None for any other callable."""
+    return next((name for name, known in ACTIVATIONS.items() if known is activation), None)
 
 
 def activate(

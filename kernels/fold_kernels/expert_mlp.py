@@ -13,7 +13,7 @@ made of instead of the first product: its gradient, the weighted activation and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,20 +24,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from fold_kernels.activation import Activation
-from fold_kernels.backend import choose_experts
-from fold_kernels.expert_grouped import (
-    grouped_backward,
-    grouped_forward,
-    grouped_weight_gradients,
-)
-from fold_kernels.expert_loop import loop_backward, loop_forward, loop_weight_gradients
+from fold_kernels.expert_forms import Form, Precision, choose_form
 from fold_kernels.expert_operands import Factors, Needs, Operands, empty_factors
 from fold_kernels.weight_store import Delay, delay
-
-FORMS = {
-    "loop": (loop_forward, loop_backward, loop_weight_gradients),
-    "grouped": (grouped_forward, grouped_backward, grouped_weight_gradients),
-}
 
 
 @dataclass(frozen=True)
@@ -64,6 +53,7 @@ def expert_mlp(
     *,
     activation: Activation,
     recompute: bool = False,
+    precision: Precision = "bf16",
 ) -> Tensor:
     """Sum over its experts of every row, weighted, [S, D].
 
@@ -76,9 +66,11 @@ def expert_mlp(
         activation: Maps [R, 2F] to [R, F] row by row, without parameters. `swiglu` is computed by
             its own kernels.
         recompute: Whether to compute the first product again in backward instead of keeping it.
+        precision: Of the products: `bf16` is the compute dtype, whatever it is; `fp8_block` is
+            that of `expert_fp8`, for widths that 128 divides and a compute dtype below fp64.
 
     Raises:
-        ValueError: Widths or counts do not fit.
+        ValueError: Widths, counts or precision do not fit.
     """
     _check(source_SD, weights_R, gate_up_e2FD, down_eDF, order)
     keeps = torch.is_grad_enabled() and not recompute
@@ -86,7 +78,8 @@ def expert_mlp(
     if put_off is not None:
         anchor = put_off.anchor()
         gate_up_e2FD, down_eDF = gate_up_e2FD.detach(), down_eDF.detach()
-    call = _Call(order.counts_e, tuple(order.sizes), activation, keeps, put_off)
+    form = choose_form(source_SD, gate_up_e2FD, activation, order.sizes, precision)
+    call = _Call(order.counts_e, tuple(order.sizes), activation, keeps, put_off, form)
     # Inside, every product has the dtype of the rows, whatever autocast says of products.
     with torch.autocast(source_SD.device.type, enabled=False):
         out: Tensor = _ExpertMlp.apply(
@@ -122,6 +115,7 @@ class _Call:
     activation: Activation
     keep_hidden: bool
     put_off: Delay | None
+    form: Form
 
     def operands(
         self, source: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, origin: Tensor
@@ -152,8 +146,7 @@ class _ExpertMlp(Function):
         call: _Call,
     ) -> Tensor:
         x = call.operands(source, weights, gate_up, down, origin)
-        forward, _, _ = FORMS[_form(x)]
-        out, hidden = forward(x, keep_hidden=call.keep_hidden)
+        out, hidden = call.form.forward(x, keep_hidden=call.keep_hidden)
         ctx.save_for_backward(source, weights, gate_up, down, origin, hidden)
         ctx.call = call
         return out
@@ -166,13 +159,13 @@ class _ExpertMlp(Function):
         needs = Needs(*(ctx.needs_input_grad[i] for i in (0, 2, 3)))
         with torch.autocast(grad_SD.device.type, enabled=False):
             x = ctx.call.operands(*inputs, origin)
-            _, backward, weight_gradients = FORMS[_form(x)]
+            form = ctx.call.form
             # Upstream gradients may be expanded scalars; gathers want rows.
             grad_SD = grad_SD.contiguous()
             factors = None if ctx.call.put_off is None else empty_factors(x, grad_SD)
-            grads = backward(x, grad_SD, hidden, needs, factors)
+            grads = form.backward(x, grad_SD, hidden, needs, factors)
         if factors is not None:
-            late = partial(_late_gradients, weight_gradients, factors, ctx.call.put_off.weights)
+            late = partial(_late_gradients, form, factors, ctx.call.put_off.weights)
             ctx.call.put_off.leave(late)
         return (
             _as(grads.source_SD, source),
@@ -186,18 +179,12 @@ class _ExpertMlp(Function):
 
 
 def _late_gradients(
-    weight_gradients: Callable[[Factors, Needs], tuple[Tensor | None, Tensor | None]],
-    factors: Factors,
-    weights: tuple[Tensor, Tensor],
+    form: Form, factors: Factors, weights: tuple[Tensor, Tensor]
 ) -> tuple[Tensor | None, Tensor | None]:
     gate_up, down = weights
     needs = Needs(source=False, gate_up=gate_up.requires_grad, down=down.requires_grad)
-    grad_eOD, grad_eDF = weight_gradients(factors, needs)
+    grad_eOD, grad_eDF = form.weight_gradients(factors, needs)
     return _as(grad_eOD, gate_up), _as(grad_eDF, down)
-
-
-def _form(x: Operands) -> str:
-    return choose_experts(x.source_SD.device.type)
 
 
 def _as(grad: Tensor | None, like: Tensor) -> Tensor | None:

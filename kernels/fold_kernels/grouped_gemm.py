@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fold_kernels.backend import choose_grouped_gemm
+from fold_kernels.backend import grouped_mm_serves
 
 
 def grouped_gemm(
@@ -37,7 +37,7 @@ def grouped_gemm(
             f"grouped_gemm: rows {tuple(rows_RI.shape)} with counts that sum to {sum(sizes)} do "
             f"not fit weights {tuple(weight_eOI.shape)}, which are [experts, out, in]"
         )
-    if not _served(rows_RI, in_width=weight_eOI.shape[2], out_width=weight_eOI.shape[1]):
+    if not grouped_mm_serves(rows_RI, weight_eOI.shape[2], weight_eOI.shape[1]):
         return grouped_gemm_ref(rows_RI, weight_eOI, sizes)
     return F.grouped_mm(rows_RI, weight_eOI.transpose(-2, -1), offs=_ends(counts_e))
 
@@ -52,7 +52,7 @@ def grouped_weight_gradient(
     grad_RO: Tensor, rows_RI: Tensor, counts_e: Tensor, sizes: Sequence[int]
 ) -> Tensor:
     """Gradient of `grouped_gemm` to its weights, [e, O, I]. Arguments as there."""
-    if not _served(rows_RI, in_width=rows_RI.shape[1], out_width=grad_RO.shape[1]):
+    if not grouped_mm_serves(rows_RI, rows_RI.shape[1], grad_RO.shape[1]):
         return grouped_weight_gradient_ref(grad_RO, rows_RI, sizes)
     return F.grouped_mm(grad_RO.t(), rows_RI, offs=_ends(counts_e))
 
@@ -61,14 +61,6 @@ def grouped_weight_gradient_ref(grad_RO: Tensor, rows_RI: Tensor, sizes: Sequenc
     """The loop over experts, an expert without rows included."""
     parts = zip(grad_RO.split(list(sizes)), rows_RI.split(list(sizes)), strict=True)
     return torch.stack([grad.T @ rows for grad, rows in parts])
-
-
-def _served(rows: Tensor, *, in_width: int, out_width: int) -> bool:
-    backend = choose_grouped_gemm(
-        rows.dtype, in_width=in_width, out_width=out_width, device_type=rows.device.type
-    )
-    # grouped_mm accepts no empty operand; the reference keeps the graph alive without rows.
-    return backend == "torch_grouped_mm" and rows.shape[0] > 0
 
 
 def _ends(counts_e: Tensor) -> Tensor:

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from fold_kernels.backend import runs_triton
+
 
 def sort_by_expert(index_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Row order by expert and its inverse.
+    """Row order by expert and its inverse, by a stable sort.
 
     Returns:
         order_N: int64, routed row `order_N[i]` (token-major numbering) comes i-th.
@@ -27,6 +29,23 @@ def sort_by_expert(index_TK: Tensor) -> tuple[Tensor, Tensor]:
     inverse_N = torch.empty_like(order_N)
     inverse_N[order_N] = torch.arange(order_N.shape[0], device=order_N.device)
     return order_N, inverse_N
+
+
+def order_of_chunks(counts_Ce: Tensor, num_rows: int) -> Tensor:
+    """Order by expert of rows that arrive in chunks, each of them by expert: int64 [num_rows].
+
+    Equal to a stable sort by expert, without one; nothing synchronises.
+
+    Args:
+        counts_Ce: Rows of every chunk for every expert, in the order of arrival.
+        num_rows: Their sum.
+    """
+    starts_Ce = counts_Ce.reshape(-1).cumsum(0).view_as(counts_Ce) - counts_Ce
+    counts_eC, starts_eC = counts_Ce.T.reshape(-1), starts_Ce.T.reshape(-1)
+    ends_eC = counts_eC.cumsum(0)
+    places_R = torch.arange(num_rows, device=counts_Ce.device)
+    chunk_R = torch.searchsorted(ends_eC, places_R, right=True)
+    return places_R + (starts_eC - ends_eC + counts_eC).index_select(0, chunk_R)
 
 
 def permute(
@@ -55,11 +74,22 @@ def unpermute(
 
 
 def _copy_out(x_TD: Tensor, order_M: Tensor, top_k: int, holes: bool) -> Tensor:
+    if runs_triton(x_TD, "gather_rows"):
+        from fold_kernels.gpu.combine import gather
+
+        origin_M = order_M // top_k
+        return gather(x_TD.contiguous(), origin_M.where(origin_M < x_TD.shape[0], -1))
     # Row N // K = T is the row of zeros.
     return _with_zeros(x_TD, holes).index_select(0, order_M // top_k)
 
 
 def _gather_and_sum(rows_MD: Tensor, inverse_N: Tensor, top_k: int, holes: bool) -> Tensor:
+    if runs_triton(rows_MD, "combine_rows"):
+        from fold_kernels.gpu.combine import combine
+
+        pairs_N = inverse_N.where(inverse_N < rows_MD.shape[0], -1)
+        starts = torch.arange(0, pairs_N.shape[0] + 1, top_k, device=pairs_N.device)
+        return combine(rows_MD.contiguous(), pairs_N, starts)
     rows_ND = _with_zeros(rows_MD, holes).index_select(0, inverse_N)
     return rows_ND.view(-1, top_k, rows_MD.shape[1]).sum(1)
 

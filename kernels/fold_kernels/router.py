@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ScoreKind = Literal["softmax", "sigmoid", "sqrt_softplus"]
+GroupScore = Literal["top2_sum", "max"]
 _TINY = 1e-20
 
 
@@ -44,7 +45,7 @@ class RouterSpec:
     scaling_factor: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
-    group_score: Literal["top2_sum", "max"] = "top2_sum"
+    group_score: GroupScore = "top2_sum"
 
     def check(self, num_experts: int) -> None:
         """Refuse what no router with `num_experts` experts can do.

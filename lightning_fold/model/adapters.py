@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -79,10 +79,19 @@ def adapter_of(block: nn.Module) -> Adapter | None:
     return None
 
 
-def sizes_of(adapter: Adapter, block: nn.Module) -> tuple[int, int]:
-    """Number of experts and expert width of a block that `refusal_of` has let pass."""
+class Sizes(NamedTuple):
+    """E, F and D of a block."""
+
+    num_experts: int
+    width: int
+    model_width: int
+
+
+def sizes_of(adapter: Adapter, block: nn.Module) -> Sizes:
+    """Sizes of a block that `refusal_of` has let pass."""
     experts: Any = block._modules[adapter.experts]
-    return len(experts), adapter.weights(experts[0])[2].shape[1]
+    model_width, width = adapter.weights(experts[0])[2].shape
+    return Sizes(len(experts), width, model_width)
 
 
 def refusal_of(adapter: Adapter, block: nn.Module) -> str | None:

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fold_kernels.router import RouterSpec, route_ref, router_logits
+from fold_kernels.ops.router import route
+from fold_kernels.router import RouterSpec, router_logits
 
 from .decoder_config import ROUTER_DTYPES, DecoderConfig
 
@@ -267,7 +268,7 @@ class TopKRouter(nn.Module):
             low, high = 1 - self.jitter_noise, 1 + self.jitter_noise
             hidden_TD = hidden_TD * torch.empty_like(hidden_TD).uniform_(low, high)
         logits_TE = router_logits(hidden_TD, self.weight, self.dtype)
-        weights_TK, index_TK, _ = route_ref(logits_TE, self.spec, self.e_score_correction_bias)
+        weights_TK, index_TK = route(logits_TE, self.spec, self.e_score_correction_bias)
         return logits_TE, weights_TK, index_TK
 
 

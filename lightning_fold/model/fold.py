@@ -13,9 +13,11 @@ from typing import Protocol
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from fold_kernels.expert_forms import Precision
 from lightning_fold.model.adapters import stack_block
 from lightning_fold.model.balance import Balance
 from lightning_fold.model.context import ContextParallel, check_context
+from lightning_fold.model.expert_precision import check_precision
 from lightning_fold.model.inspect import ExpertsSpec, ModelParts, find_parts
 from lightning_fold.model.linear import defer_linears
 from lightning_fold.model.passage import Passage
@@ -124,6 +126,7 @@ def fold_model(
     layer_foldings: Mapping[int, Folding] | None = None,
     context_method: str = "all_gather",
     activation_checkpointing: Mode = "none",
+    expert_precision: Precision = "bf16",
     frees_after_forward: bool = False,
     cut: Cutter | None = None,
 ) -> FoldedModel:
@@ -138,6 +141,7 @@ def fold_model(
         layer_foldings: Foldings of single decoder layers, by number.
         context_method: See `FoldedConfig.context_parallel_method`.
         activation_checkpointing: See `FoldedConfig.activation_checkpointing`.
+        expert_precision: See `FoldedConfig.expert_precision`.
         frees_after_forward: See `params.shard_over_data`.
         cut: Leaves this rank the parts of its pipeline stages; None where it has all.
 
@@ -146,7 +150,11 @@ def fold_model(
     """
     foldings = layer_foldings or {}
     parts, decoder = check_model(
-        module, comm.meshes.folding, foldings, context_method=context_method
+        module,
+        comm.meshes.folding,
+        foldings,
+        context_method=context_method,
+        expert_precision=expert_precision,
     )
     check_recompute(parts, activation_checkpointing)
     routing = plan_routing(module, parts, router or RouterOptions(), comm.meshes.folding)
@@ -171,6 +179,7 @@ def fold_model(
         layer_comms=comms,
         capacity=capacity,
         shared=shared,
+        precision=expert_precision,
     )
     if decoder is not None:
         TensorParallel(comm, tokens).apply(decoder)
@@ -262,6 +271,7 @@ def check_model(
     layer_foldings: Mapping[int, Folding] | None = None,
     *,
     context_method: str = "all_gather",
+    expert_precision: Precision = "bf16",
 ) -> tuple[ModelParts, DecoderParts | None]:
     """Find the parts of the model and make sure that they fit the mapping. Changes nothing.
 
@@ -270,6 +280,7 @@ def check_model(
         folding: The mapping.
         layer_foldings: Foldings of single decoder layers, by number.
         context_method: See `FoldedConfig.context_parallel_method`.
+        expert_precision: See `FoldedConfig.expert_precision`.
 
     Returns:
         The parts, and the decoder that tp shards; None where tp is 1.
@@ -282,6 +293,7 @@ def check_model(
     own = experts_foldings(parts, layer_foldings or {})
     for spec in parts.experts:
         _check_experts(spec, own.get(spec.name, folding))
+        check_precision(spec, own.get(spec.name, folding), expert_precision)
     decoder = check_decoder(parts, folding) if folding.tp > 1 else None
     if folding.cp > 1:
         check_context(parts, folding, context_method)

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fold_kernels.router import RouterSpec, route_ref, router_logits, scores_of, weights_of
+from fold_kernels.ops.router import route
+from fold_kernels.router import RouterSpec, router_logits, scores_of, weights_of
 from lightning_fold.model.routers import Router, refuse_router
 from lightning_fold.moe.tokens import RunningTokens, TokenLayout
 from lightning_fold.params import local_tensor
@@ -99,7 +100,7 @@ class FoldedRouter:
         linear_bias_E = None if bias is None else local_tensor(bias)
         logits_TE = router_logits(hidden_TD, local_tensor(module.weight), self.dtype, linear_bias_E)
         if not self.even:
-            weights_TK, index_TK, _ = route_ref(logits_TE, self.spec, self.router.bias_E)
+            weights_TK, index_TK = route(logits_TE, self.spec, self.router.bias_E)
             return logits_TE, weights_TK, index_TK
         index_TK = even_ids(hidden_TD, self.tokens.moe, self.spec.top_k, self.router.num_experts)
         scores_TE = scores_of(logits_TE, self.spec.scores)

@@ -15,8 +15,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from fold_kernels.activation import geglu_tanh
 from fold_kernels.swiglu import swiglu
-from lightning_fold.model.adapters import Adapter, adapter_of, refusal_of, sizes_of
+from lightning_fold.model.adapters import Adapter, Sizes, adapter_of, refusal_of, sizes_of
 from lightning_fold.model.decoder import Experts
 from lightning_fold.moe.layer import FoldedExperts
 
@@ -35,6 +36,7 @@ class ExpertsSpec:
         activation: Maps [R, 2F], gate half then up half, to [R, F].
         refusal: Why the container cannot be folded; None when it can.
         adapter: How a list of experts is stacked before it is folded; None for stacked ones.
+        model_width: D; 0 where the container cannot be folded and does not tell.
     """
 
     name: str
@@ -44,6 +46,7 @@ class ExpertsSpec:
     activation: Callable[[Tensor], Tensor]
     refusal: str | None
     adapter: Adapter | None = None
+    model_width: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,16 +129,25 @@ def _spec(root: nn.Module, name: str, module: nn.Module) -> ExpertsSpec:
         return ExpertsSpec(name, module, num_experts, 0, swiglu, refusal)
     down = module._parameters["down_proj"]
     assert down is not None
-    num_experts, width = down.shape[0], down.shape[2]
-    return ExpertsSpec(name, module, num_experts, width, _activation(module), refusal)
+    num_experts, model_width, width = down.shape
+    return ExpertsSpec(
+        name, module, num_experts, width, _activation(module), refusal, model_width=model_width
+    )
 
 
 def _adapted(name: str, module: nn.Module, block: nn.Module, adapter: Adapter) -> ExpertsSpec:
     refusal = refusal_of(adapter, block)
     count = len(module) if isinstance(module, nn.ModuleList) else 0
-    num_experts, width = sizes_of(adapter, block) if refusal is None else (count, 0)
+    sizes = sizes_of(adapter, block) if refusal is None else Sizes(count, 0, 0)
     return ExpertsSpec(
-        name, module, num_experts, width, _gated(adapter.activation), refusal, adapter
+        name,
+        module,
+        sizes.num_experts,
+        sizes.width,
+        _gated(adapter.activation),
+        refusal,
+        adapter,
+        sizes.model_width,
     )
 
 
@@ -197,6 +209,8 @@ def _is_named(value: Any, module: str, name: str) -> bool:
 def _gated(act_fn: Callable[[Tensor], Tensor] | None) -> Callable[[Tensor], Tensor]:
     if _is_silu(act_fn):
         return swiglu
+    if _is_named(type(act_fn), "transformers.activations", "GELUTanh"):
+        return geglu_tanh
     activation = cast("Callable[[Tensor], Tensor]", act_fn)
 
     def apply(gate_up: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from fold_kernels.expert_forms import Precision
 from lightning_fold.model.inspect import ExpertsSpec
 from lightning_fold.model.token_rng import has_randomness
 from lightning_fold.moe.capacity import Capacity
@@ -43,6 +44,7 @@ class _Plan:
     tokens: RunningTokens
     capacity: Capacity | None
     shared: Mapping[str, SharedBlock]
+    precision: Precision
 
     def beside(self, name: str, comm: Comm) -> SharedBeside | None:
         found = self.shared.get(name.rpartition(".")[0])
@@ -61,6 +63,7 @@ def swap_experts(
     layer_comms: Mapping[str, Comm] | None = None,
     capacity: Capacity | None = None,
     shared: Mapping[str, SharedBlock] | None = None,
+    precision: Precision = "bf16",
 ) -> set[str]:
     """Fold every container that can be folded.
 
@@ -73,12 +76,14 @@ def swap_experts(
         layer_comms: Collectives of containers with their own folding, by name.
         capacity: What an expert takes; None is all.
         shared: From `shared_blocks`.
+        precision: See `FoldedConfig.expert_precision`; what it cannot serve is refused before.
 
     Returns:
         Names of the parameters whose live shape is [E, 2, F, D].
     """
     folded = [spec for spec in specs if spec.refusal is None]
-    plan, own = _Plan(dispatcher, tokens, capacity, shared or {}), layer_comms or {}
+    plan = _Plan(dispatcher, tokens, capacity, shared or {}, precision)
+    own = layer_comms or {}
     for spec in folded:
         _fold(spec, own.get(spec.name, comm), plan)
     return {f"{spec.name}.gate_up_proj" for spec in folded}
@@ -150,4 +155,5 @@ def _fold(spec: ExpertsSpec, comm: Comm, plan: _Plan) -> None:
         tokens=plan.tokens,
         capacity=None if capacity is None else partial(capacity.apply, plan.tokens, comm),
         beside=plan.beside(spec.name, comm),
+        precision=plan.precision,
     )

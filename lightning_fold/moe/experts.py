@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from fold_kernels.expert_forms import Precision
 from fold_kernels.expert_mlp import Order, expert_mlp
 
 
@@ -45,6 +46,7 @@ def run_experts(
     down_eDF: Tensor,
     activation: Callable[[Tensor], Tensor],
     recompute: bool = False,
+    precision: Precision = "bf16",
 ) -> Tensor:
     """Sum over its experts of every arrived row, weighted, [S, D]: partial sums if etp > 1.
 
@@ -56,6 +58,7 @@ def run_experts(
         down_eDF: Second projection.
         activation: Maps [R, 2F], gate half then up half, to [R, F].
         recompute: Whether backward computes the first product again instead of keeping it.
+        precision: Of the products; see `fold_kernels.expert_mlp`.
     """
     return expert_mlp(
         inputs.source_SD,
@@ -65,4 +68,5 @@ def run_experts(
         Order(inputs.origin_R, inputs.counts_e, inputs.sizes),
         activation=activation,
         recompute=recompute,
+        precision=precision,
     )

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fold_kernels.expert_forms import Precision
 from lightning_fold.moe.dispatch.base import Dispatcher
 from lightning_fold.moe.experts import run_experts
 from lightning_fold.moe.routing import Routing
@@ -40,6 +41,7 @@ class FoldedExperts:
         capacity: Drops rows of a decision; None keeps all.
         beside: Shared experts that run while rows are on the wire; None where there are none.
         recompute: Whether backward computes the experts' first product again. No row travels again.
+        precision: See `FoldedConfig.expert_precision`.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class FoldedExperts:
         capacity: Callable[[Routing], Routing] | None = None,
         beside: SharedBeside | None = None,
         recompute: bool = False,
+        precision: Precision = "bf16",
     ) -> None:
         self.container = container
         self.name = name
@@ -66,6 +69,7 @@ class FoldedExperts:
         self.capacity = capacity
         self.beside = beside
         self.recompute = recompute
+        self.precision = precision
 
     def __call__(self, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Weighted sum of the chosen experts of every local token, [T, D].
@@ -90,6 +94,7 @@ class FoldedExperts:
             down_eDF=local_tensor(self.container.down_proj),
             activation=self.activation,
             recompute=self.recompute,
+            precision=self.precision,
         )
         return self.dispatcher.combine(out_SD, state).to(hidden_TD.dtype)
 

@@ -10,8 +10,13 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable
+from typing import NoReturn
 
 from lightning_fold.topology.folding import Folding, divisors
+
+# Width of the blocks that expert_precision='fp8_block' quantises; `fold_kernels.quantized` has it
+# too, and imports torch.
+FP8_BLOCK = 128
 
 DEGREE_FIELDS = {
     "tp": "tensor_parallel_size",
@@ -89,6 +94,55 @@ def check_experts(name: str, *, num_experts: int, width: int, folding: Folding) 
             f"(they divide {width} and stage_size/ep = {stage}/{ep} = {stage // ep})."
             f"  Change `{DEGREE_FIELDS['etp']}`."
         )
+
+
+def check_fp8_widths(name: str, *, model_width: int, width: int, folding: Folding) -> None:
+    """Refuse `expert_precision="fp8_block"` for experts that do not divide into its blocks.
+
+    Args:
+        name: Module path of the experts, which opens the message.
+        model_width: Width of the tokens.
+        width: Expert width, which etp divides.
+        folding: The resolved mapping.
+
+    Raises:
+        ValueError: 128 does not divide the model width, the expert width, or that of a rank.
+    """
+    blocks = f"blocks of {FP8_BLOCK}, which expert_precision='fp8_block' quantises"
+    for kind, size in (("model", model_width), ("expert", width)):
+        if size % FP8_BLOCK:
+            raise ValueError(
+                f"{name}: {kind} width {_in_blocks(size)} cannot be cut into {blocks}; legal: "
+                f"'bf16', or a width that {FP8_BLOCK} divides.  Change `expert_precision`."
+            )
+    etp, ep, stage = folding.etp, folding.ep, folding.stage_size
+    local = width // etp
+    if local % FP8_BLOCK:
+        legal = _listed(divisors(math.gcd(width // FP8_BLOCK, stage // ep)), " ")
+        raise ValueError(
+            f"{name}: expert width/etp = {width}/{etp} = {_in_blocks(local)} cannot be cut into "
+            f"{blocks}; legal etp: {legal} (they divide {width}/{FP8_BLOCK} = "
+            f"{width // FP8_BLOCK} and stage_size/ep = {stage}/{ep} = {stage // ep}), or 'bf16'."
+            f"  Change `{DEGREE_FIELDS['etp']}` or `expert_precision`."
+        )
+
+
+def refuse_fp8_of(what: str, dtype: str) -> NoReturn:
+    """Refuse `expert_precision="fp8_block"` for experts that compute in a dtype it has no form for.
+
+    Args:
+        what: What says so, which opens the message.
+        dtype: The dtype.
+
+    Raises:
+        ValueError: Always.
+    """
+    raise ValueError(
+        f"{what} makes the experts compute in {dtype}, and expert_precision='fp8_block' multiplies "
+        "numbers of 4 significant bits. Legal with it: precision '32-true', 'bf16-true', "
+        f"'bf16-mixed', '16-mixed'; legal with {dtype}: 'bf16'.  Change `expert_precision` or the "
+        "Trainer's `precision`."
+    )
 
 
 def check_heads(name: str, *, heads: int, kv_heads: int, folding: Folding) -> None:
@@ -198,6 +252,10 @@ def _remedy(stage: int, first: tuple[str, int], second: tuple[str, int]) -> str:
 
 def _splits_heads(tp: int, *, heads: int, kv_heads: int) -> bool:
     return heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
+
+
+def _in_blocks(width: int) -> str:
+    return f"{width} = {width // FP8_BLOCK}*{FP8_BLOCK} + {width % FP8_BLOCK}"
 
 
 def _listed(values: Iterable[int], separator: str = ", ") -> str:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from fold_kernels.permute import order_of_chunks
 from lightning_fold import strategy
 from lightning_fold.model import swap, tensor_parallel
 from lightning_fold.moe import layer
@@ -142,14 +143,13 @@ def _halves_swapped() -> contextlib.AbstractContextManager[Any]:
 def _even_counts() -> contextlib.AbstractContextManager[Any]:
     """Received rows are cut as if every peer had sent equally many to every local expert."""
 
-    def even(counts_PSe: Tensor, num_rows: int) -> Tensor:
-        each, rest = divmod(num_rows, counts_PSe.numel())
-        chunks = torch.full_like(counts_PSe, each)
+    def even(counts_Ce: Tensor, num_rows: int) -> Tensor:
+        each, rest = divmod(num_rows, counts_Ce.numel())
+        chunks = torch.full_like(counts_Ce, each)
         chunks.view(-1)[:rest] += 1
-        return expert_order(chunks, num_rows)
+        return order_of_chunks(chunks, num_rows)
 
-    expert_order = all_to_all._expert_order
-    return mock.patch.object(all_to_all, "_expert_order", even)
+    return mock.patch.object(all_to_all, "order_of_chunks", even)
 
 
 @contextmanager

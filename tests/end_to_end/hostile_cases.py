@@ -108,6 +108,11 @@ MODELS = [
         {STRATEGY + "expert_tensor_parallel_size": 2},
     ),
     Case(
+        "blocks of fp8 do not divide the width",
+        r"model width 24 = 0\*128 \+ 24 cannot be cut into blocks .*`expert_precision`",
+        {STRATEGY + "expert_precision": "fp8_block"},
+    ),
+    Case(
         "tp does not divide the heads",
         r"layers\.0\.self_attn: 3 heads .* tp=2; legal tp: 1 .*`tensor_parallel_size`",
         {STRATEGY + "tensor_parallel_size": 2},

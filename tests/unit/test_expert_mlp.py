@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fold_kernels import expert_loop, expert_mlp
-from fold_kernels.backend import choose_experts
+from fold_kernels.expert_forms import form_of
 from fold_kernels.expert_grouped import sum_rows
 from fold_kernels.expert_loop import cut_batches
 from fold_kernels.expert_mlp import Order, expert_mlp_ref
@@ -18,7 +18,7 @@ from fold_kernels.swiglu import swiglu
 #          D model width   F expert width
 S, D, F = 7, 8, 4
 SIZES = [[2, 0, 3], [0, 5, 0], [0, 0, 6], [1, 1, 1], [0, 0, 0]]
-FORMS = ["loop", "grouped"]
+FORMS = ["loop", "torch_grouped_mm"]
 FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
 
 
@@ -30,7 +30,7 @@ def gelu_gated(hidden: Tensor) -> Tensor:
 @pytest.fixture(params=FORMS)
 def form(request, monkeypatch) -> str:
     """Every form, on this device; batches of the loop hold one expert or two."""
-    monkeypatch.setattr(expert_mlp, "choose_experts", lambda device_type: request.param)
+    monkeypatch.setattr(expert_mlp, "choose_form", lambda *_: form_of(request.param))
     monkeypatch.setattr(expert_loop, "BATCH_ELEMENTS", 3 * (2 * D + 4 * F))
     return request.param
 
@@ -191,11 +191,6 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     bad = Order(order.origin_R, order.counts_e, [2, 1, 3])
     with pytest.raises(ValueError, match=r"counts \[2, 1, 3\] do not fit"):
         run(*leaves, bad, activation=swiglu)
-
-
-def test_form_by_device() -> None:
-    assert choose_experts("cpu") == "loop"
-    assert choose_experts("cuda") == "grouped"
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [3, 0, 4, 9, 0, 1, 1], [20], [4, 4, 4]], ids=str)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from fold_kernels.backend import choose_grouped_gemm
 from fold_kernels.grouped_gemm import grouped_gemm, grouped_gemm_ref
 
 # Shapes.  R rows   e experts   I input width   O output width
@@ -55,22 +54,3 @@ def test_counts_that_do_not_fit_are_refused() -> None:
     rows_RI, weight_eOI = _operands([1, 2], torch.float32)
     with pytest.raises(ValueError, match="counts that sum to 4"):
         grouped_gemm(rows_RI, weight_eOI, torch.tensor([2, 2]), [2, 2])
-
-
-@pytest.mark.parametrize(
-    ("dtype", "width", "device", "backend"),
-    [
-        (torch.float32, 8, "cpu", "torch_grouped_mm"),
-        (torch.float32, 6, "cpu", "loop"),
-        (torch.float64, 8, "cpu", "loop"),
-        (torch.bfloat16, 8, "cuda", "torch_grouped_mm"),
-        (torch.bfloat16, 4, "cuda", "loop"),
-        (torch.float32, 8, "cuda", "loop"),
-        (torch.bfloat16, 0, "cpu", "loop"),
-    ],
-)
-def test_backend_by_dtype_width_and_device(
-    dtype: torch.dtype, width: int, device: str, backend: str
-) -> None:
-    chosen = choose_grouped_gemm(dtype, in_width=width, out_width=16, device_type=device)
-    assert chosen == backend

@@ -73,6 +73,7 @@ LAYERS = (
         "cli_config",
         "cli_errors",
         "cli_schedule",
+        "cli_tune",
         "cli_verify",
         "callbacks",
         "verify",
@@ -90,11 +91,13 @@ WITHOUT_TORCH = (
     "config.py",
 )
 READ_ENVIRONMENT = (
+    "fold_kernels/aot/__main__.py",
     "fold_kernels/backend.py",
     "lightning_fold/strategy.py",
     "lightning_fold/cli_errors.py",
     "lightning_fold/faults/launcher.py",
     # Start processes, whose environment they have to write.
+    "lightning_fold/cli_tune.py",
     "lightning_fold/verify/launch.py",
     "lightning_fold/verify/worker.py",
 )

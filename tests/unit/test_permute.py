@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fold_kernels.permute import permute, sort_by_expert, unpermute
+from fold_kernels.permute import order_of_chunks, permute, sort_by_expert, unpermute
 
 # Shapes.  T tokens   K top-k   N = T*K routed rows   D model width
 
@@ -89,3 +89,12 @@ def test_a_rank_without_tokens_fills_its_places_with_zeros() -> None:
     )
     rows_MD.sum().backward()
     assert x_TD.grad is not None
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 99))
+@settings(max_examples=40, deadline=None)
+def test_order_of_chunks_is_the_stable_sort(chunks: int, experts: int, seed: int) -> None:
+    counts = torch.randint(0, 4, (chunks, experts), generator=torch.Generator().manual_seed(seed))
+    ids = torch.arange(experts).repeat(chunks).repeat_interleave(counts.flatten())
+    order, _ = sort_by_expert(ids)
+    assert torch.equal(order_of_chunks(counts, ids.shape[0]), order)

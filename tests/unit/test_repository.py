@@ -14,7 +14,7 @@ from lightning_fold.topology.folding import Folding
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 FOLDERS = ("lightning_fold", "kernels", "tests", "benchmarks", "recipes", "docs", ".ci")
-TARGETS = {"demo", "demo-pp", "test", "test-full", "mutate", "lint", "bench", "clean"}
+TARGETS = {"demo", "demo-pp", "test", "test-full", "mutate", "lint", "aot", "bench", "clean"}
 
 
 def texts() -> Iterator[Path]:
@@ -35,6 +35,7 @@ def mapping_of(recipe: Path) -> Folding:
         "README.md",
         "ARCHITECTURE.md",
         "CHANGELOG.md",
+        "docs/kernels.md",
         "docs/moe_layer.md",
         "docs/pipelines.md",
         "docs/schedules.md",

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fold_kernels import expert_loop, expert_mlp
+from fold_kernels.expert_forms import form_of
 from fold_kernels.expert_mlp import Order
 from fold_kernels.expert_mlp import expert_mlp as run_experts
 from fold_kernels.swiglu import swiglu
@@ -321,10 +322,10 @@ def test_only_plain_linears_are_taken_over_and_copies_use_their_own_weights() ->
 # ------------------------------------------------------------ experts
 
 
-@pytest.fixture(params=["loop", "grouped"])
+@pytest.fixture(params=["loop", "torch_grouped_mm"])
 def form(request, monkeypatch) -> str:
     """Every form, on this device; batches of the loop hold one expert or two."""
-    monkeypatch.setattr(expert_mlp, "choose_experts", lambda device_type: request.param)
+    monkeypatch.setattr(expert_mlp, "choose_form", lambda *_: form_of(request.param))
     monkeypatch.setattr(expert_loop, "BATCH_ELEMENTS", 3 * (2 * D + 4 * W))
     return request.param
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fold_kernels.permute import permute, sort_by_expert, unpermute
+from fold_kernels.permute import order_of_chunks, permute, sort_by_expert, unpermute
 from lightning_fold.moe.dispatch.base import Work
 from lightning_fold.moe.dispatch.wire import Splits, Wire
 from lightning_fold.moe.experts import ExpertRows
@@ -80,7 +80,8 @@ class AllToAllDispatcher:
         rows, weights = (self.wire.send(x[:sent], splits) for x in (rows_ND, weights_N1))
         if meanwhile is not None:
             meanwhile()
-        origin_R = _expert_order(counts.pairs_PSe, sum(splits.experts))
+        # Rows arrive by etp peer, then source, then expert.
+        origin_R = order_of_chunks(counts.pairs_PSe.flatten(0, 1), sum(splits.experts))
         arrived = ExpertRows(
             source_SD=self.wire.arrive(rows, splits),
             origin_R=origin_R,
@@ -93,12 +94,3 @@ class AllToAllDispatcher:
     def combine(self, out_SD: Tensor, state: SentRows) -> Tensor:
         """See `Dispatcher`. Collective over etp and ep."""
         return state.bring_home(self.wire.send_back(out_SD, state.splits))
-
-
-def _expert_order(counts_PSe: Tensor, num_rows: int) -> Tensor:
-    """Order of gathered rows by local expert. Rows arrive by etp peer, then source, then expert."""
-    chunks, num_local = counts_PSe.reshape(-1), counts_PSe.shape[-1]
-    ids = torch.arange(chunks.shape[0], device=chunks.device) % num_local
-    # The known output size spares repeat_interleave a host synchronisation.
-    order_R, _ = sort_by_expert(ids.repeat_interleave(chunks, output_size=num_rows))
-    return order_R

@@ -140,6 +140,15 @@ def strategy_options(recipe: str) -> dict[str, Any]:
     return dict(strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
 
 
+def without_values(recipe: str) -> nn.Module:
+    """A recipe's model at its full size, on meta.
+
+    Raises:
+        ValueError: The recipe names no class for it.
+    """
+    return _on_meta(_maker(Subject(recipe=recipe))[0])
+
+
 def load_object(name: str) -> Any:
     """The object named `module:attribute` or `file.py:attribute`.
 
@@ -193,11 +202,7 @@ def _sized(make: Callable[[], nn.Module], kind: Any, subject: Subject) -> tuple[
         return make(), {}
     if hasattr(kind, "tiny"):
         return kind.tiny(), {}
-    # Without values: a model at its full size may not fit into memory.
-    with parameters_on_meta():
-        module = make()
-        if isinstance(module, pl.LightningModule):
-            module.configure_model()
+    module = _on_meta(make)
     own: Any = type(module)
     if hasattr(own, "tiny"):
         return own.tiny(), {}
@@ -211,6 +216,15 @@ def _sized(make: Callable[[], nn.Module], kind: Any, subject: Subject) -> tuple[
             "`tiny()` that builds a small one. Add it, or verify at the full size by `--full`."
         )
     return module, changes
+
+
+def _on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    """Without values: a model at its full size may not fit into memory."""
+    with parameters_on_meta():
+        module = make()
+        if isinstance(module, pl.LightningModule):
+            module.configure_model()
+    return module
 
 
 def _check_trainable(module: pl.LightningModule) -> None:
