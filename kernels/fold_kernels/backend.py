@@ -1,7 +1,8 @@
 """Which form of an op runs: pure functions of dtype, sizes, device and what was measured.
 
     triton             kernels of `fold_kernels.gpu`; only where a table says that they were timed
-                       on this kind of GPU and are not slower than what they replace
+                       on this kind of GPU and are not slower than what they replace; products in
+                       fp8 replace an emulation, and ask for no measurement
     torch_grouped_mm   `torch.nn.functional.grouped_mm`
     te                 Transformer Engine's `GroupedLinear`; only when forced
     loop               a product an expert; serves everything

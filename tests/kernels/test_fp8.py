@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernels.reference import PRODUCT, SIZES, Problem, by_expert, error, offsets_of, plain_layer
-from kernels.test_layer import run
+from kernel_problems import (
+    PRODUCT,
+    SIZES,
+    Problem,
+    by_expert,
+    error,
+    offsets_of,
+    plain_layer,
+    run_experts,
+)
 from torch import Tensor
 
 from fold_kernels import ops
@@ -192,7 +200,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_layer_and_its_gradients(empty: str, dtype, activation: str, device) -> None:
     p = Problem.draw(SIZES[empty], dtype=dtype, model=128, width=128, device=device)
-    out, grads = run(p, activation, precision="fp8_block")
+    out, grads = run_experts(p, activation, precision="fp8_block")
     wanted, wanted_grads = plain_layer(p, ACTIVATIONS[activation])
     assert 1e-2 < error(out, wanted) <= LAYER
     for name, grad in grads.items():
@@ -204,9 +212,9 @@ def test_a_layer_and_its_gradients(empty: str, dtype, activation: str, device) -
 
 def test_the_emulation_of_a_layer_is_its_kernels(device, monkeypatch) -> None:
     p = Problem.draw(SIZES["first"], model=128, width=128, device=device)
-    out, grads = run(p, precision="fp8_block")
+    out, grads = run_experts(p, precision="fp8_block")
     forget(monkeypatch)
-    emulated, emulated_grads = run(p, precision="fp8_block")
+    emulated, emulated_grads = run_experts(p, precision="fp8_block")
     # A number at the edge of two codes may take the other one after a sum in another order.
     bound = 1e-3 if INTERPRETED else 2e-2
     assert error(out, emulated) <= bound

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from kernels.reference import PRODUCT, SIZES, Problem, by_expert, error, offsets_of
+from kernel_problems import PRODUCT, SIZES, Problem, by_expert, error, offsets_of
 from torch import Tensor
 
 from fold_kernels import ops

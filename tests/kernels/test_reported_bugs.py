@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernels.reference import PRODUCT, Problem, error, offsets_of
+from kernel_problems import PRODUCT, Problem, error, offsets_of
 
 from fold_kernels import backend, ops, tables
 from fold_kernels.backend import Request, choose, why_not_grouped_mm
@@ -96,7 +96,7 @@ def test_5_rows_behind_the_last_offset_reach_nothing(device) -> None:
     assert all(torch.isfinite(grad[:8]).all() for grad in grads)
 
 
-# 6, upstream gradients of any layout: tests/kernels/test_layer.py.
+# 6, upstream gradients of any layout: tests/kernels/test_expert_kernels.py.
 
 
 def test_7_sums_of_copies_are_rounded_once_and_repeat(device) -> None:
@@ -206,5 +206,5 @@ def test_20_strides_that_grouped_mm_refuses_are_not_given_to_it() -> None:
             torch.nn.functional.grouped_mm(rows, weight.mT, offs=torch.tensor([8]).int())
 
 
-# 21, routing weights in the weight gradients with K > 1: tests/kernels/test_layer.py shares rows
-# among experts with weights that differ. 22, nothing is tuned at run time: case 9.
+# 21, routing weights in the weight gradients with K > 1: `test_expert_kernels.py` shares rows among
+# experts with weights that differ. 22, nothing is tuned at run time: case 9.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
@@ -76,8 +75,6 @@ def activate(capability: int) -> None:
     """Compile for `capability` in this process from here on, and let ptxas speak."""
     triton.runtime.driver.set_active(StubDriver(capability))
     triton.knobs.nvidia.dump_ptxas_log = True
-    # Of two processes that compile one kernel, the second may find half of what the first writes.
-    triton.knobs.cache.dir = f"{triton.knobs.cache.dir}/{os.getpid()}"
 
 
 @contextmanager

@@ -48,6 +48,7 @@ def fp8_gemm_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
+    tl.static_assert(BLOCK_K == 128, "a step is as deep as a block of the scales")
     tl.static_assert(BLOCK_K % BLOCK_N == 0, "the columns of a tile share one scale")
     row_tiles = tl.load(num_tiles_ptr)
     column_tiles = tl.cdiv(N, BLOCK_N)

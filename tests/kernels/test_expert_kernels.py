@@ -4,38 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernels.reference import LAYER, SIZES, Problem, error, plain_layer
-from torch import Tensor
+from kernel_problems import LAYER, SIZES, Problem, error, plain_layer, run_experts
 
 from fold_kernels.activation import ACTIVATIONS
 from fold_kernels.expert_mlp import Order, expert_mlp
 from fold_kernels.weight_store import WeightStore, deferring
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-
-
-def run(
-    problem: Problem, activation: str = "swiglu", **options
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Sums and gradients by the layer's own entry."""
-    leaves = {
-        name: getattr(problem, name).clone().requires_grad_()
-        for name in ("source", "scale", "first", "second")
-    }
-    first = leaves["first"].unflatten(1, (2, -1))
-    counts = torch.tensor(problem.sizes, device=problem.source.device)
-    order = Order(problem.origin, counts, problem.sizes)
-    out = expert_mlp(
-        leaves["source"],
-        leaves["scale"],
-        first,
-        leaves["second"],
-        order,
-        activation=ACTIVATIONS[activation],
-        **options,
-    )
-    grads = torch.autograd.grad(out, list(leaves.values()), problem.upstream)
-    return out.detach(), dict(zip(leaves, grads, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -50,7 +25,7 @@ def run(
 )
 def test_output_and_gradients(empty: str, dtype, activation: str, device) -> None:
     p = Problem.draw(SIZES[empty], dtype=dtype, device=device)
-    out, grads = run(p, activation)
+    out, grads = run_experts(p, activation)
     wanted, wanted_grads = plain_layer(p, ACTIVATIONS[activation])
     assert error(out, wanted) <= LAYER[dtype]
     for name, grad in grads.items():
@@ -61,7 +36,7 @@ def test_output_and_gradients(empty: str, dtype, activation: str, device) -> Non
 
 
 def test_no_pairs_at_all(device) -> None:
-    out, grads = run(Problem.draw(SIZES["none"], device=device))
+    out, grads = run_experts(Problem.draw(SIZES["none"], device=device))
     assert not out.any()
     assert all(not grad.any() for grad in grads.values())
 
@@ -69,16 +44,16 @@ def test_no_pairs_at_all(device) -> None:
 def test_recompute_and_reruns_are_equal_bit_for_bit(device) -> None:
     """torchtitan #1974 and others: sums by atomics differed in 40 of 40 runs."""
     p = Problem.draw(SIZES["middle"], dtype=BF16, device=device)
-    out, grads = run(p)
+    out, grads = run_experts(p)
     for options in ({}, {"recompute": True}):
-        again, grads_again = run(p, **options)
+        again, grads_again = run_experts(p, **options)
         assert torch.equal(out, again)
         assert all(torch.equal(grads[name], grads_again[name]) for name in grads)
 
 
 def test_delayed_weight_gradients_are_those_of_the_ordinary_backward(device) -> None:
     p = Problem.draw(SIZES["first"], device=device)
-    _, wanted = run(p)
+    _, wanted = run_experts(p)
     first = p.first.clone().unflatten(1, (2, -1)).detach().requires_grad_()
     second = p.second.clone().requires_grad_()
     order = Order(p.origin, torch.tensor(p.sizes, device=device), p.sizes)
@@ -105,19 +80,19 @@ def test_upstream_gradients_of_any_layout(gradient: str, device) -> None:
         "sliced": torch.randn(13, 96, device=device)[:, ::2],
     }[gradient]
     p.upstream = upstream
-    _, grads = run(p)
+    _, grads = run_experts(p)
     p.upstream = upstream.contiguous()
-    _, wanted = run(p)
+    _, wanted = run_experts(p)
     assert all(torch.equal(grads[name], wanted[name]) for name in grads)
 
 
 def test_rows_and_gradients_that_no_expert_takes_reach_nothing(device) -> None:
     """transformers #45621, pytorch #193633: zero times NaN is NaN."""
     p = Problem.draw(SIZES["middle"], device=device)
-    _, wanted = run(p)
+    _, wanted = run_experts(p)
     p.source[-1] = torch.nan
     p.upstream[-1] = torch.nan
-    out, grads = run(p)
+    out, grads = run_experts(p)
     assert torch.isfinite(out).all()
     assert not grads["source"][-1].any()
     for name, grad in grads.items():

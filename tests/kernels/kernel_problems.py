@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fold_kernels.activation import ACTIVATIONS
+from fold_kernels.expert_mlp import Order, expert_mlp
+
 # Relative error of a norm, by dtype, and why (kernels.md 3.6).
 PRODUCT = {
     torch.float32: 1e-6,  # sums of at most a few hundred products
@@ -111,3 +114,27 @@ def plain_layer(
     sums = torch.zeros_like(leaves["source"]).index_add(0, problem.origin, out)
     grads = torch.autograd.grad(sums, list(leaves.values()), problem.upstream.double())
     return sums.detach(), dict(zip(leaves, grads, strict=True))
+
+
+def run_experts(
+    problem: Problem, activation: str = "swiglu", **options
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sums [S, D] and the gradients of everything, by the layer's own entry."""
+    leaves = {
+        name: getattr(problem, name).clone().requires_grad_()
+        for name in ("source", "scale", "first", "second")
+    }
+    first = leaves["first"].unflatten(1, (2, -1))
+    counts = torch.tensor(problem.sizes, device=problem.source.device)
+    order = Order(problem.origin, counts, problem.sizes)
+    out = expert_mlp(
+        leaves["source"],
+        leaves["scale"],
+        first,
+        leaves["second"],
+        order,
+        activation=ACTIVATIONS[activation],
+        **options,
+    )
+    grads = torch.autograd.grad(out, list(leaves.values()), problem.upstream)
+    return out.detach(), dict(zip(leaves, grads, strict=True))
