@@ -17,9 +17,10 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -57,6 +58,7 @@ class Request:
         experts: How many of them.
         capability: Of the GPU; None elsewhere.
         obstacle: What the caller knows against Triton, such as an activation without a kernel.
+        dtypes: Of rows that the kernel takes on a GPU.
     """
 
     op: str
@@ -67,6 +69,20 @@ class Request:
     experts: int = 1
     capability: tuple[int, int] | None = None
     obstacle: str | None = None
+    dtypes: tuple[torch.dtype, ...] = TRITON_DTYPES
+
+    @classmethod
+    def of(
+        cls, op: str, tensor: torch.Tensor, /, widths: Sequence[int] = (), **others: Any
+    ) -> Request:
+        """A call on some rows; what `others` name takes the place of what they say."""
+        said = {
+            "device_type": tensor.device.type,
+            "dtype": tensor.dtype,
+            "rows": tensor.shape[0],
+            "capability": capability_of(tensor.device),
+        }
+        return cls(op, widths=tuple(widths), **{**said, **others})
 
 
 @dataclass(frozen=True)
@@ -123,14 +139,14 @@ def why_not_triton(request: Request, *, interpreted: bool) -> str | None:
     if not interpreted:
         return _why_not_on_gpu(request)
     # Descriptors check what alignment asks for; the interpreter copies anything.
-    served = (*TRITON_DTYPES, torch.float32)
+    served = (*request.dtypes, torch.float32)
     return None if request.dtype in served else _no_dtype(request)
 
 
 def _why_not_on_gpu(request: Request) -> str | None:
     if request.device_type != "cuda":
         return f"tensors are on {request.device_type}"
-    if request.dtype not in TRITON_DTYPES:
+    if request.dtype not in request.dtypes:
         return _no_dtype(request)
     if request.capability is None or request.capability < TRITON_CAPABILITY:
         return f"capability {request.capability} is below {TRITON_CAPABILITY}"
@@ -165,30 +181,27 @@ def choose_for(tensor: torch.Tensor, request: Request) -> Choice:
     return choice
 
 
-def runs_triton(tensor: torch.Tensor, op: str, *, obstacle: str | None = None) -> bool:
-    """Whether an op around the products runs as a kernel; every one has a plain form beside it."""
+def runs_triton(tensor: torch.Tensor, op: str, **others: Any) -> bool:
+    """Whether an op around the products runs as a kernel; every one has a plain form beside it.
+
+    Args:
+        tensor: Its rows.
+        op: Its name.
+        others: What else a `Request` says, such as an obstacle.
+    """
     forced, interpreted = forced_backend(), is_interpreted()
     # The common case of a CPU asks nothing else.
     if (tensor.device.type == "cpu" and not interpreted) or forced not in (None, "triton"):
         return False
-    device, capability = tensor.device, capability_of(tensor.device)
-    request = Request(
-        op,
-        device.type,
-        tensor.dtype,
-        rows=tensor.shape[0],
-        capability=capability,
-        obstacle=obstacle,
-    )
+    request = Request.of(op, tensor, **others)
     if why_not_triton(request, interpreted=interpreted) is not None:
         return False
-    return forced == "triton" or _why_not_worth_it(request, table_for(device)) is None
+    return forced == "triton" or _why_not_worth_it(request, table_for(tensor.device)) is None
 
 
 def grouped_mm_serves(rows: torch.Tensor, in_width: int, out_width: int) -> bool:
     """Whether a grouped GEMM runs as `torch.nn.functional.grouped_mm`, not as a loop."""
-    widths = (in_width, out_width)
-    request = Request("gemm", rows.device.type, rows.dtype, widths, rows.shape[0])
+    request = Request.of("gemm", rows, (in_width, out_width))
     # grouped_mm accepts no empty operand; the loop keeps the graph alive without rows.
     return rows.shape[0] > 0 and forced_backend() != "loop" and why_not_grouped_mm(request) is None
 

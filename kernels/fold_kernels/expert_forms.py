@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from fold_kernels.activation import Activation, name_of
-from fold_kernels.backend import Backend, Request, capability_of, choose_for
+from fold_kernels.backend import Backend, Request, choose_for
 from fold_kernels.expert_fp8 import FP8_BLOCK
 from fold_kernels.expert_grouped import (
     GROUPED_MM,
@@ -66,15 +66,13 @@ def choose_form(
     if precision == "fp8_block":
         return FP8_FORM
     experts, _, width, model = gate_up_e2FD.shape
-    request = Request(
+    request = Request.of(
         "experts",
-        source_SD.device.type,
-        source_SD.dtype,
+        source_SD,
         (model, width),
-        sum(sizes),
-        experts,
-        capability_of(source_SD.device),
-        None if name_of(activation) else "its activation has no kernel",
+        rows=sum(sizes),
+        experts=experts,
+        obstacle=None if name_of(activation) else "its activation has no kernel",
     )
     return form_of(choose_for(source_SD, request).backend)
 

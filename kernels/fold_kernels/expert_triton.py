@@ -9,6 +9,8 @@ the combine reads. Sums are gathers in a fixed order, so reruns are equal bit fo
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -75,10 +77,11 @@ def triton_backward(
 def triton_weight_gradients(factors: Factors, needs: Needs) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of the first weights, [e, O, D], and of the second, [e, D, F]."""
     gate_up_eOD, down_eDF = None, None
+    run = partial(_wgrad, factors, offsets_of(factors.counts_e))
     if needs.gate_up:
-        gate_up_eOD = _wgrad(factors, factors.grad_hidden_RO, factors.source_SD, gather="right")
+        gate_up_eOD = run(factors.grad_hidden_RO, factors.source_SD, gather="right")
     if needs.down:
-        down_eDF = _wgrad(factors, factors.grad_SD, factors.act_RF, gather="left")
+        down_eDF = run(factors.grad_SD, factors.act_RF, gather="left")
     return gate_up_eOD, down_eDF
 
 
@@ -116,8 +119,9 @@ def _multiply(
     return gemm(rows_RK, weight.contiguous(), offsets, tile, transposed=transposed)
 
 
-def _wgrad(factors: Factors, left: Tensor, right: Tensor, *, gather: str) -> Tensor:
-    offsets = offsets_of(factors.counts_e)
+def _wgrad(
+    factors: Factors, offsets: Tensor, left: Tensor, right: Tensor, *, gather: str
+) -> Tensor:
     tile = tile_for(factors.act_RF, "wgrad", experts=len(factors.sizes), width=right.shape[1])
     return wgrad(
         left.contiguous(),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,11 +12,13 @@ from torch import Tensor
 
 from fold_kernels import ops
 from fold_kernels.activation import ACTIVATIONS, GATED
+from fold_kernels.gpu import combine, index, router
 from fold_kernels.gpu.tiles import tile_map, tile_map_ref
 from fold_kernels.ops.activations import down_backward_ref, up_projection_ref
 from fold_kernels.ops.products import grouped_gemm_ref, weight_gradient_ref
 from fold_kernels.ops.rows import expert_index_ref, pairs_of
 from fold_kernels.permute import permute, sort_by_expert, unpermute
+from fold_kernels.router import RouterSpec
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 CASES = [("first", FP32), ("middle", BF16), ("last", FP16), ("one", BF16), ("none", FP32)]
@@ -193,6 +197,23 @@ def test_rows_of_the_dispatchers_go_out_and_back(holes: bool, device, monkeypatc
         results.append([rows, out, *torch.autograd.grad(out, x, upstream)])
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "call"),
+    [
+        (index, "expert_index", lambda: ops.expert_index(torch.tensor([[1], [0]]), 2)),
+        (router, "router_topk", lambda: ops.router_topk(torch.randn(3, 4), RouterSpec(2))),
+        (combine, "gather", lambda: ops.gather_rows(torch.randn(3, 8), torch.tensor([1]))),
+    ],
+    ids=["index", "router", "rows"],
+)
+def test_ops_around_the_products_run_their_kernels(module, function, call, monkeypatch) -> None:
+    """Else a comparison with the plain form would compare that with itself."""
+    kernel = mock.Mock(wraps=getattr(module, function))
+    monkeypatch.setattr(module, function, kernel)
+    call()
+    kernel.assert_called_once()
 
 
 def test_every_op_is_registered_as_torch_asks(device) -> None:

@@ -324,3 +324,14 @@ def test_grouped_mm_serves_what_torch_accepts(rows, widths, dtype, serves: bool)
 def test_a_forced_loop_keeps_grouped_mm_away(monkeypatch) -> None:
     monkeypatch.setenv(FORCE_VARIABLE, "loop")
     assert not grouped_mm_serves(torch.zeros(5, 8, dtype=BF16), 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "dtype"), [((torch.float32,), torch.float32), ((torch.int64,), torch.int64)]
+)
+def test_kernels_of_other_dtypes_serve_a_gpu_too(dtypes, dtype) -> None:
+    """The router's takes fp32 and the index's int64, which no product takes."""
+    request = Request("op", "cuda", dtype, rows=8, capability=(9, 0), dtypes=dtypes)
+    assert why_not_triton(request, interpreted=False) is None
+    product = Request("op", "cuda", dtype, rows=8, capability=(9, 0))
+    assert f"no form for {dtype}" in str(why_not_triton(product, interpreted=False))

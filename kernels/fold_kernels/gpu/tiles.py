@@ -14,8 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# A packed tile leaves 11 bits for the expert.
-MAX_EXPERTS = 2047
 BLOCK = 128
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fold_kernels.activation import ACTIVATIONS, GATED
-from fold_kernels.backend import Request, capability_of, choose_for
+from fold_kernels.backend import Request, choose_for
 from fold_kernels.ops.products import Side, grouped_gemm, grouped_gemm_ref, owners, weight_gradient
 from fold_kernels.ops.rows import combine_rows, gather_rows_ref, pairs_of
 
@@ -240,15 +240,7 @@ def _runs_triton(
     op: str, rows: Tensor, scale_R: Tensor, experts: int, widths: tuple[int, ...]
 ) -> bool:
     # As for their tiles: kinds of shapes go by pairs and by the width of the experts.
-    request = Request(
-        op,
-        rows.device.type,
-        rows.dtype,
-        widths,
-        scale_R.shape[0],
-        experts,
-        capability_of(rows.device),
-    )
+    request = Request.of(op, rows, widths, rows=scale_R.shape[0], experts=experts)
     return choose_for(rows, request).backend == "triton"
 
 

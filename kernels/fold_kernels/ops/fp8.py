@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fold_kernels.backend import Request, capability_of, choose_for
+from fold_kernels.backend import Request, choose_for
 from fold_kernels.ops.products import owners
 from fold_kernels.quantized import BLOCK, FP8, LARGEST, SMALLEST, Quantized
 
@@ -208,9 +208,7 @@ def _pair(x: Quantized) -> tuple[Tensor, Tensor]:
 
 
 def _runs_triton(op: str, x: Tensor, widths: Sequence[int], *, experts: int = 1) -> bool:
-    request = Request(
-        op, x.device.type, FP8, tuple(widths), x.shape[0], experts, capability_of(x.device)
-    )
+    request = Request.of(op, x, widths, dtype=FP8, experts=experts)
     return choose_for(x, request).backend == "triton"
 
 

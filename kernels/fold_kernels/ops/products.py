@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fold_kernels.backend import Request, capability_of, choose_for
+from fold_kernels.backend import Request, choose_for
 from fold_kernels.ops.rows import combine_rows, gather_rows_ref
 
 Side = Literal["left", "right", ""]
@@ -100,7 +100,7 @@ def _grouped_gemm(
     scale: Tensor | None,
 ) -> Tensor:
     width = weight.shape[2] if transposed else weight.shape[1]
-    request = _request("gemm", rows, weight.shape[0], (rows.shape[1], width))
+    request = Request.of("gemm", rows, (rows.shape[1], width), experts=weight.shape[0])
     backend = choose_for(rows, request).backend
     if backend == "triton":
         from fold_kernels.gpu.gemm import gemm as run
@@ -230,7 +230,7 @@ def _masks(offsets_e1: Tensor, num_rows: int) -> list[Tensor]:
 
 def _wgrad_runs_triton(left: Tensor, right: Tensor, offsets: Tensor) -> bool:
     widths = left.shape[1], right.shape[1]
-    request = _request("wgrad", left, offsets.shape[0] - 1, widths)
+    request = Request.of("wgrad", left, widths, experts=offsets.shape[0] - 1)
     return choose_for(left, request).backend == "triton"
 
 
@@ -248,15 +248,3 @@ def _wgrad(
 
     tile = tile_for(left, "wgrad", experts=offsets.shape[0] - 1, width=right.shape[1])
     return run(left, right, offsets, tile, origin_R=origin, gather=gather, into=into, dtype=dtype)
-
-
-def _request(op: str, rows: Tensor, experts: int, widths: tuple[int, ...]) -> Request:
-    return Request(
-        op,
-        rows.device.type,
-        rows.dtype,
-        widths,
-        rows.shape[0],
-        experts,
-        capability_of(rows.device),
-    )

@@ -134,13 +134,13 @@ _router_topk.register_autograd(_backward, setup_context=_setup)
 
 
 def _runs_triton(logits: Tensor, spec: RouterSpec) -> bool:
-    return runs_triton(logits, "router_topk", obstacle=_obstacle(logits, spec))
+    return runs_triton(
+        logits, "router_topk", obstacle=_obstacle(logits, spec), dtypes=(torch.float32,)
+    )
 
 
 def _obstacle(logits: Tensor, spec: RouterSpec) -> str | None:
     experts = logits.shape[1]
-    if logits.dtype != torch.float32:
-        return f"the kernel routes in fp32, not {logits.dtype}"
     if experts > 1 << 15:
         return f"{experts} experts do not fit into a key"
     # The kernel folds a power of two of columns into groups.

@@ -58,7 +58,7 @@ def combine_rows(
 
 @torch.library.custom_op("fold_kernels::expert_index", mutates_args=())
 def _expert_index(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    if runs_triton(ids, "expert_index"):
+    if runs_triton(ids, "expert_index", dtypes=(torch.int64,)):
         from fold_kernels.gpu.index import expert_index as run
 
         return run(ids.contiguous(), num_experts)
