@@ -33,6 +33,7 @@ _OPTIONS = {
     "pipeline_parallel_size": "pp",
     "virtual_pipeline_size": "vpp",
     "num_microbatches": "microbatches",
+    "pipeline_overlap": "overlap",
     "group": "group",
     "forward": "forward",
     "input_grad": "input-grad",
@@ -49,6 +50,11 @@ class _Row:
 
     plan: Plan
     timeline: Timeline
+
+    @property
+    def name(self) -> str:
+        """Its schedule, and whether that is woven."""
+        return f"{self.plan.name} (woven)" if self.plan.overlap else self.plan.name
 
     @property
     def live(self) -> list[int]:
@@ -81,11 +87,12 @@ def run_schedule(words: list[str]) -> None:
         print(json.dumps(_json(options, shown)))
     else:
         print("\n".join(_text(options, shown, references, refused)))
-    timelines = {f"{row.plan.name}, vpp {row.plan.vpp}": row.timeline for row in shown}
+    timelines = {f"{row.name}, vpp {row.plan.vpp}": row.timeline for row in shown}
     if files["json"] is not None:
         write_whole(files["json"], (json.dumps(_json(options, shown), indent=1) + "\n").encode())
     if files["png"] is not None:
         title = f"pp {options.pp}, {options.microbatches} microbatches"
+        title += ", woven" if options.overlap else ""
         draw_timelines(timelines, files["png"], title=title, unit=_UNIT)
     if files["trace"] is not None:
         write_trace(files["trace"], timelines)
@@ -104,6 +111,11 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--schedule", metavar="NAME", default=ALL, help=f"{', '.join(SCHEDULES)}, or {ALL}"
     )
+    parser.add_argument(
+        "--overlap",
+        action="store_true",
+        help=f"weave pairs of a forward and a backward; of {ALL}, also show those that can",
+    )
     parser.add_argument("--group", type=int, help="microbatch group size of interleaved_1f1b")
     for name in ("forward", "input-grad", "weight-grad"):
         parser.add_argument(f"--{name}", type=float, default=1.0, metavar="COST")
@@ -119,9 +131,10 @@ def _parser() -> CommandParser:
 def _rows(options: argparse.Namespace) -> tuple[list[_Row], list[_Row], list[str]]:
     """What was asked for, what it is compared with, and what cannot be run."""
     if options.schedule != ALL:
-        row = _row(options, options.schedule, options.vpp)
+        row = _row(options, options.schedule, options.vpp, overlap=options.overlap)
+        plain = [_row(options, options.schedule, options.vpp)] if options.overlap else []
         others = [name for name in _REFERENCES if name != options.schedule]
-        return [row], [_row(options, name, None) for name in others], []
+        return [row], plain + [_row(options, name, None) for name in others], []
     if options.vpp is not None:
         check_count("virtual_pipeline_size", options.vpp)
     rows, refused = [], []
@@ -129,6 +142,8 @@ def _rows(options: argparse.Namespace) -> tuple[list[_Row], list[_Row], list[str
         legal = options.vpp if schedule.allows(options.vpp or 0) else None
         try:
             rows.append(_row(options, name, legal))
+            if options.overlap and schedule.overlaps:
+                rows.append(_row(options, name, legal, overlap=True))
         except UsageError:
             raise
         except ValueError as error:
@@ -138,7 +153,7 @@ def _rows(options: argparse.Namespace) -> tuple[list[_Row], list[_Row], list[str
     return rows, [], refused
 
 
-def _row(options: argparse.Namespace, name: str, vpp: int | None) -> _Row:
+def _row(options: argparse.Namespace, name: str, vpp: int | None, *, overlap: bool = False) -> _Row:
     """Simulate one schedule; the fewest legal chunks where none are given."""
     schedule = schedule_of(name)
     chunks = schedule.least_stages if vpp is None else vpp
@@ -156,6 +171,7 @@ def _row(options: argparse.Namespace, name: str, vpp: int | None) -> _Row:
         vpp=chunks,
         num_microbatches=options.microbatches,
         group=options.group if is_asked else None,
+        overlap=overlap,
     )
     costs = Costs(
         forward=options.forward / chunks,
@@ -184,10 +200,15 @@ def _figures(options: argparse.Namespace, row: _Row) -> dict[str, Any]:
         "pp": plan.pp,
         "vpp": plan.vpp,
         "microbatches": plan.num_microbatches,
+        "overlap": plan.overlap,
         "bubble": timeline.bubble,
         "makespan": timeline.makespan,
         "busy": list(timeline.busy.values()),
-        # By pipeline rank, then by virtual stage.
+        # By pipeline rank; the second one of live microbatches by virtual stage.
+        "pairs": [
+            sum(action.sub_actions is not None for action in listed)
+            for listed in plan.actions.values()
+        ],
         "live_microbatches": row.live,
         "live_microbatches_of_stages": list(timeline.peak_live_of_stages.values()),
         "waiting_weight_gradients": list(timeline.peak_waiting.values()),
@@ -224,13 +245,13 @@ def _line(row: _Row) -> str:
     if len(live) > _SHOWN_RANKS:
         live = [*live[: _SHOWN_RANKS - 2], "...", live[-1]]
     return (
-        f"{row.plan.name:<24} {row.plan.vpp:>3} {row.timeline.bubble:>8.1%} "
+        f"{row.name:<24} {row.plan.vpp:>3} {row.timeline.bubble:>8.1%} "
         f"{row.timeline.makespan:>9.2f}  {row.whole:>17.4g}  {' '.join(live)}"
     )
 
 
 def _memory_line(options: argparse.Namespace, rows: list[_Row]) -> str:
-    bubble = {row.plan.name: f"{row.timeline.bubble:.1%}" for row in rows}
+    bubble = {row.name: f"{row.timeline.bubble:.1%}" for row in rows}
     pp, m = options.pp, options.microbatches
     return (
         f"1f1b gains memory over gpipe, no time (bubble {bubble['1f1b']} against "

@@ -30,6 +30,7 @@ _PIPELINE_ONLY = (
     "num_microbatches",
     "microbatch_size",
     "pipeline_layout",
+    "pipeline_overlap",
 )
 
 
@@ -115,6 +116,13 @@ class FoldedConfig:
     """What each stage holds, as text (`Et*3|tt|tL`; docs/pipelines.md); None makes the dearest
     stage as cheap as it can be. A layout by hand costs a look at the slowest stage whenever the
     model changes."""
+
+    pipeline_overlap: bool = False
+    """Weave the forward of one microbatch with the backward of another, layer by layer, so that the
+    rows of one travel while the experts of the other compute; weight gradients fill the gaps. For
+    `1f1b`, `interleaved_1f1b` and `dualpipev`. Costs activations: twice those of `1f1b`, one
+    microbatch more of `interleaved_1f1b`. A stage with a layer that cannot be run in pieces runs
+    as without, which set-up says."""
 
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What backward computes again instead of keeping. `none` keeps, of the experts, the rows that

@@ -80,6 +80,7 @@ class FoldedMoEStrategy(SteppingStrategy):
         num_microbatches: int | None = None,
         microbatch_size: int | None = None,
         pipeline_layout: str | None = None,
+        pipeline_overlap: bool = False,
         activation_checkpointing: Literal["none", "selective", "full"] = "none",
         expert_precision: Literal["bf16", "fp8_block"] = "bf16",
         moe_layers: dict[str, Any] | None = None,
@@ -149,7 +150,11 @@ class FoldedMoEStrategy(SteppingStrategy):
         c = self.config
         if self.folding.pp > 1:
             check_schedule(
-                c.pipeline_schedule, self.folding.pp, c.virtual_pipeline_size, c.num_microbatches
+                c.pipeline_schedule,
+                self.folding.pp,
+                c.virtual_pipeline_size,
+                c.num_microbatches,
+                overlap=c.pipeline_overlap,
             )
 
     def setup_environment(self) -> None:
@@ -172,6 +177,7 @@ class FoldedMoEStrategy(SteppingStrategy):
                 self.root_device.type,
                 layer_foldings=self.layer_foldings.values(),
                 timeout=timeout,
+                tells_apart=self.config.pipeline_overlap,
             )
             self._comm = Comm(meshes, self.telemetry)
 

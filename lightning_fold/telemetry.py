@@ -41,6 +41,25 @@ class CollectiveBytes:
     num_bytes: int
 
 
+@dataclass(frozen=True)
+class Flight:
+    """One collective of rows from its start to the end of its wait; seconds of `perf_counter`.
+
+    Told where the host waits for it, as on CPUs: on a GPU the stream waits, and none is told.
+
+    Attributes:
+        issued_s: When it was started.
+        arrived_s: When its result was there.
+        waited_s: How long this rank stood still for it: the part that was not hidden.
+    """
+
+    axis: str
+    operation: str
+    issued_s: float
+    arrived_s: float
+    waited_s: float
+
+
 class Telemetry:
     """Hands each event to the handlers of its exact type, in order of subscription."""
 

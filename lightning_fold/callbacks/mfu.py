@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
+from lightning_fold.callbacks.exposed import ExposedTime
 from lightning_fold.callbacks.flops import ModelShape, shape_from_config, training_flops
 from lightning_fold.callbacks.peak import Peak, compute_type_of, lookup_peak, measure_matmul_peak
 from lightning_fold.callbacks.run import is_log_step, log_value, sum_over_world
@@ -47,6 +48,11 @@ class MFUMonitor(Callback):
     with a dense matmul on all ranks at once, about two seconds long. Works with any strategy.
     A model whose sizes cannot be read gets tokens per second only, with one warning.
 
+    Where experts are spread over ranks, on CPUs: `fold/exposed_communication`, the fraction of the
+    time in which ranks stand still for rows of tokens, and `fold/hidden_communication`, 1 - that
+    wait over the time in which the rows travel; both of the time since the previous log step, and
+    means over all ranks.
+
     Args:
         attention: "causal" counts half of the score matrix, "full" counts all of it and is what
             arXiv 2504.14960 reports.
@@ -74,6 +80,7 @@ class MFUMonitor(Callback):
         self.batch_tokens = batch_tokens or tokens_of_batch
         self.window_size = window_size
         self._is_announced = False
+        self._exposed = ExposedTime()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the model, find the peak and start counting. Collective where it measures."""
@@ -88,6 +95,8 @@ class MFUMonitor(Callback):
         self._steps = self._tokens = self._flops = self._flops_seen = 0
         self._paused_at: float | None = None
         self._excluded = 0.0
+        if trainer.strategy.root_device.type == "cpu":
+            self._exposed.start(trainer)
         self._announce()
 
     def on_train_batch_start(
@@ -116,8 +125,19 @@ class MFUMonitor(Callback):
             return
         _wait_for_device(trainer)
         rates = self._read_rates()
-        for key, value in {**rates, "fold/tokens": self._tokens}.items():
+        exposed = self._exposed.read()
+        for key, value in {**rates, **exposed, "fold/tokens": self._tokens}.items():
             log_value(pl_module, key, value, prog_bar=key in _IN_PROGRESS_BAR)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Listen to the transport no more."""
+        self._exposed.stop()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """The same where training ends early."""
+        self._exposed.stop()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop the clock, once the training kernels in flight are done."""

@@ -11,7 +11,8 @@ that field: a step with a loss of its own adds that. `moe.balance` has the formu
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ from lightning_fold.moe.balance import Load, Routed
 from lightning_fold.moe.tokens import RunningTokens
 from lightning_fold.router_options import RouterOptions
 from lightning_fold.topology.comm import Comm
+
+Collected = tuple[int, Routed]
+"""A decision, and the number of the router that has made it."""
 
 
 class Balance:
@@ -62,7 +66,8 @@ class Balance:
         self.takes_over = takes_over
         self.passage = passage
         self.sequence_share = 1.0
-        self._collected: list[tuple[int, Routed]] | None = None
+        self._collected: list[Collected] | None = None
+        self._given: list[Collected] | None = None
         # Since the last step: by router the counts of this rank, by place of the router in the
         # model those of all dp ranks.
         self._own: dict[int, Tensor] = {}
@@ -108,8 +113,26 @@ class Balance:
         """Whether it makes losses or counts."""
         return (core.training and torch.is_grad_enabled()) or self.takes_over
 
+    @contextmanager
+    def collecting(self, into: list[Collected] | None) -> Iterator[None]:
+        """Let what routers decide inside go to `into`, with no core around them."""
+        before, self._collected = self._collected, into
+        try:
+            yield
+        finally:
+            self._collected = before
+
+    @contextmanager
+    def given(self, collected: list[Collected]) -> Iterator[None]:
+        """Let the forward of the core inside have decided this, before it begins."""
+        self._given = collected
+        try:
+            yield
+        finally:
+            self._given = None
+
     def _enter(self, core: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        self._collected = [] if self._collects(core) else None
+        self._collected = list(self._given or ()) if self._collects(core) else None
         # In the call and not in the user's config, which outlives the run.
         return (args, kwargs | {"output_router_logits": False}) if self.takes_over else None
 
@@ -137,18 +160,13 @@ class Balance:
         collected, self._collected = self._collected, None
         if collected is None:
             return None
-        if self.options.bias_update_rate and core.training:
-            self._count(collected)
-        if not self.options.balances:
-            return None
-        self._check_graph(core, collected)
-        local = [balance.local_load(routed) for _, routed in collected]
-        loads = balance.sum_over_peers(local, self.comm) if local else []
         arrived = None if self.passage is None else self.passage.loads
         if isinstance(out, StageOutput):
-            flat = [] if arrived is None else [arrived]
-            flat += [balance.packed(load) for load in loads]
-            return out._replace(loads=torch.cat(flat)) if flat else None
+            sent = self.leave_stage(core, collected, arrived)
+            return None if sent is None else out._replace(loads=sent)
+        loads = self._loads(core, collected)
+        if loads is None:
+            return None
         if arrived is not None and self.passage is not None:
             rows = 1 if self.tokens.moe is None else self.tokens.moe.num_sequences
             dtype = loads[0].probs_BE.dtype if loads else balance.PACKED
@@ -158,7 +176,31 @@ class Balance:
         total, plain = self._losses(loads)
         return with_losses(out, total, plain if self.takes_over else total)
 
-    def _count(self, collected: Sequence[tuple[int, Routed]]) -> None:
+    def leave_stage(
+        self, core: nn.Module, collected: Sequence[Collected], arrived: Tensor | None
+    ) -> Tensor | None:
+        """What a stage that is not the last sends of the balance: what has come in and its own.
+
+        Collective over tp and cp.
+        """
+        loads = self._loads(core, collected)
+        if loads is None:
+            return None
+        flat = [] if arrived is None else [arrived]
+        flat += [balance.packed(load) for load in loads]
+        return torch.cat(flat) if flat else None
+
+    def _loads(self, core: nn.Module, collected: Sequence[Collected]) -> list[Load] | None:
+        """Count what was decided; its loads, or None where nobody makes losses of them."""
+        if self.options.bias_update_rate and core.training:
+            self._count(collected)
+        if not self.options.balances:
+            return None
+        self._check_graph(core, collected)
+        local = [balance.local_load(routed) for _, routed in collected]
+        return balance.sum_over_peers(local, self.comm) if local else []
+
+    def _count(self, collected: Sequence[Collected]) -> None:
         for number, routed in collected:
             counts_E = balance.count_routed(routed).sum(0)
             self._own[number] = self._own.get(number, 0) + counts_E
@@ -193,7 +235,7 @@ class Balance:
             values.append(value)
         return torch.stack(values).sum()
 
-    def _check_graph(self, core: nn.Module, collected: Sequence[tuple[int, Routed]]) -> None:
+    def _check_graph(self, core: nn.Module, collected: Sequence[Collected]) -> None:
         """Refuse what would lose a gradient or a sequence without a word."""
         for number, routed in collected:
             router = self.routers[number]

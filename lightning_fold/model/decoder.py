@@ -162,7 +162,11 @@ class DecoderLayer(nn.Module):
             attention_mask=attention_mask,
         )
         hidden_states = hidden_states + self.dropout(attended)
-        return hidden_states + self.dropout(self.mlp(self.post_attention_layernorm(hidden_states)))
+        return self.add_block(hidden_states, self.mlp(self.post_attention_layernorm(hidden_states)))
+
+    def add_block(self, residual: Tensor, out: Tensor) -> Tensor:
+        """What the layer makes of its MLP's or block's output."""
+        return residual + self.dropout(out)
 
 
 class Attention(nn.Module):

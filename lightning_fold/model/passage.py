@@ -8,8 +8,9 @@ its hooks then see is a `StageOutput` and no output of the model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -47,6 +48,8 @@ class Passage:
         hidden: [B, s, D] of the stage before; None on the first.
         loads: As `StageOutput.loads`.
         upstream: (E, K) of every router of the stages before.
+        calls: What the stage's layers would be called with: their other arguments, and whether
+            they get hidden states by position.
     """
 
     stage: int = 0
@@ -54,3 +57,4 @@ class Passage:
     hidden: Tensor | None = None
     loads: Tensor | None = None
     upstream: tuple[tuple[int, int], ...] = ()
+    calls: list[tuple[tuple[Any, ...], Mapping[str, Any], bool]] = field(default_factory=list)

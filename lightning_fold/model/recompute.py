@@ -108,7 +108,7 @@ def _repeated(layer: nn.Module, tokens: RunningTokens) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         # Found at the call: FSDP2 changes the class later.
         inner = own or functools.partial(type(layer).forward, layer)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or tokens.in_pieces:
             return inner(*args, **kwargs)
         layouts, store = (tokens.attention, tokens.moe), active_store()
 
@@ -149,8 +149,18 @@ def _layouts(tokens: RunningTokens, layouts: tuple[Any, Any]) -> Iterator[None]:
 Kept = list[tuple[Any, Any]]
 
 
+def keeping(kept: Kept) -> TorchDispatchMode:
+    """Note every choice among floating-point numbers that is made inside."""
+    return _Keep(kept)
+
+
+def replaying(kept: Kept) -> TorchDispatchMode:
+    """Hand out what was noted, in its order."""
+    return _Replay(kept)
+
+
 def _contexts(kept: Kept) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    return _Keep(kept), _Replay(kept)
+    return keeping(kept), replaying(kept)
 
 
 def _is_choice(operation: Any, args: Any) -> bool:

@@ -11,7 +11,8 @@ that names its batch otherwise runs without a layout; what needs one refuses to 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -54,6 +55,22 @@ class TokenWatch:
         """What attention and the rest of a layer would see in a call of `core`. Local."""
         layout = layout_of(named_arguments(core, args, kwargs), self.comm)
         return layout, self._tp_part(layout)
+
+    @property
+    def latest(self) -> Layouts:
+        """What the core was last entered with."""
+        return self._latest
+
+    @contextmanager
+    def seeing(self, layouts: Layouts) -> Iterator[None]:
+        """Let layers that are called inside see the tokens of one forward of several."""
+        before = self._latest, self.tokens.attention, self.tokens.moe
+        self._latest = layouts
+        self.tokens.attention, self.tokens.moe = layouts
+        try:
+            yield
+        finally:
+            self._latest, self.tokens.attention, self.tokens.moe = before
 
     def _enter_core(self, core: nn.Module, args: Any, kwargs: Any) -> None:
         layout, part = self.layouts_of(core, args, kwargs)

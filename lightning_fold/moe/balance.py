@@ -51,6 +51,10 @@ class Routed:
     scores: ScoreKind
     layout: TokenLayout | None
 
+    def with_logits(self, logits_TE: Tensor) -> Routed:
+        """The same decision with the history of these logits."""
+        return replace(self, logits_TE=logits_TE)
+
     @property
     def num_sequences(self) -> int:
         """B."""

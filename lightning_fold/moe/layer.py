@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fold_kernels.expert_forms import Precision
 from lightning_fold.moe.dispatch.base import Dispatcher
-from lightning_fold.moe.experts import run_experts
+from lightning_fold.moe.experts import ExpertRows, run_experts
 from lightning_fold.moe.routing import Routing
 from lightning_fold.moe.shared import SharedBeside
 from lightning_fold.moe.tokens import RunningTokens, in_backward
@@ -79,16 +79,23 @@ class FoldedExperts:
         Raises:
             ValueError: Routing weights are NaN; names the layer and the rank.
         """
+        routing = self.decide(index_TK, weights_TK)
+        meanwhile = None if self.beside is None else partial(self.beside.run, hidden_TD)
+        x_TD = hidden_TD.to(compute_dtype(hidden_TD))
+        rows, state = self.dispatcher.dispatch(x_TD, routing, meanwhile=meanwhile)
+        return self.dispatcher.combine(self.compute(rows), state).to(hidden_TD.dtype)
+
+    def decide(self, index_TK: Tensor, weights_TK: Tensor) -> Routing:
+        """The router's decision as it is carried out: counted for who asks, cut to the capacity."""
         routing = Routing(index_TK, weights_TK, self.num_experts, layer=self.name)
         if self.telemetry.wants(RoutingCounts) and not in_backward():
             counts_E, training = routing.counts_E(), self.container.training
             self.telemetry.emit(RoutingCounts(self.name, counts_E, training))
-        if self.capacity is not None:
-            routing = self.capacity(routing)
-        meanwhile = None if self.beside is None else partial(self.beside.run, hidden_TD)
-        x_TD = hidden_TD.to(compute_dtype(hidden_TD))
-        rows, state = self.dispatcher.dispatch(x_TD, routing, meanwhile=meanwhile)
-        out_SD = run_experts(
+        return routing if self.capacity is None else self.capacity(routing)
+
+    def compute(self, rows: ExpertRows) -> Tensor:
+        """Sum over this rank's experts of every row that has arrived, [S, D]. Local."""
+        return run_experts(
             rows,
             gate_up_e2FD=local_tensor(self.container.gate_up_proj),
             down_eDF=local_tensor(self.container.down_proj),
@@ -96,7 +103,6 @@ class FoldedExperts:
             recompute=self.recompute,
             precision=self.precision,
         )
-        return self.dispatcher.combine(out_SD, state).to(hidden_TD.dtype)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

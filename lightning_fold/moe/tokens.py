@@ -10,6 +10,9 @@ flight, and a repeated layer then sees its own.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -77,14 +80,30 @@ class RunningTokens:
     Attributes:
         attention: What attention sees: this cp rank's tokens.
         moe: What the rest of a layer sees: this tp rank's part of them.
+        in_pieces: Whether a layer is run in pieces (`pipeline.segments`), which are repeated one
+            by one.
     """
 
     def __init__(self) -> None:
         self.attention: TokenLayout | None = None
         self.moe: TokenLayout | None = None
+        self.in_pieces = False
+
+
+_REPEATING: ContextVar[bool] = ContextVar("repeating", default=False)
+
+
+@contextmanager
+def repeating() -> Iterator[None]:
+    """Say that modules inside are called a second time for one forward: hooks count it once."""
+    before = _REPEATING.set(True)
+    try:
+        yield
+    finally:
+        _REPEATING.reset(before)
 
 
 def in_backward() -> bool:
-    """Whether autograd runs: activation checkpointing then repeats a forward already seen."""
+    """Whether a forward that has been seen is repeated: by autograd, or by who says `repeating`."""
     task: int = torch._C._current_graph_task_id()
-    return task != -1
+    return task != -1 or _REPEATING.get()

@@ -44,13 +44,28 @@ __all__ = [
     "I",
     "W",
     "check_p2p_order",
+    "halves",
     "lower",
+    "pair",
     "torch_actions",
+    "with_pairs",
     "without_pairs",
 ]
 
 Actions = Mapping[int, Sequence[Action]]
 """What each rank of a pipeline does, in order, by its coordinate on the pp axis."""
+
+
+def pair(forward: Action, backward: Action) -> Action:
+    """Weave a forward and a backward (B or I) of another microbatch, of any stages of one rank."""
+    return Action(-1, OVERLAP_F_B, None, (forward, backward))
+
+
+def halves(action: Action) -> tuple[Action, ...]:
+    """The two computations of a pair, the backward first as it starts first; or the action."""
+    if action.sub_actions is None:
+        return (action,)
+    return tuple(sorted(action.sub_actions, key=lambda half: half.computation_type == F))
 
 
 def torch_actions(name: str, pp: int, vpp: int, num_microbatches: int) -> dict[int, list[Action]]:
@@ -75,6 +90,18 @@ def torch_actions(name: str, pp: int, vpp: int, num_microbatches: int) -> dict[i
     }
 
 
+def with_pairs(actions: Mapping[int, Sequence[Action | None]]) -> dict[int, tuple[Action, ...]]:
+    """Bring OVERLAP_F_B pairs to the form of `pair`. Idle slots go.
+
+    Raises:
+        ValueError: A pair is of other kinds, or its halves wait for each other; names it.
+    """
+    return {
+        rank: tuple(_in_form(action) for action in listed if action is not None)
+        for rank, listed in actions.items()
+    }
+
+
 def without_pairs(actions: Mapping[int, Sequence[Action | None]]) -> dict[int, tuple[Action, ...]]:
     """Run the halves of an OVERLAP_F_B pair one after the other, the backward first.
 
@@ -82,7 +109,7 @@ def without_pairs(actions: Mapping[int, Sequence[Action | None]]) -> dict[int, t
     backward first frees its activations before the forward adds its own. Idle slots go as well.
     """
     return {
-        rank: tuple(half for action in listed if action is not None for half in _halves(action))
+        rank: tuple(half for action in listed if action is not None for half in halves(action))
         for rank, listed in actions.items()
     }
 
@@ -90,10 +117,11 @@ def without_pairs(actions: Mapping[int, Sequence[Action | None]]) -> dict[int, t
 def lower(actions: Actions, placement: Sequence[int]) -> dict[int, tuple[Action, ...]]:
     """Add the sends, right after what makes the tensor, and the receives, as early as they can be.
 
-    Receives are never put off: torch's way to do so swaps tensors without an error.
+    Receives are never put off: torch's way to do so swaps tensors without an error. A pair is one
+    computation here: what both halves need is received before it, what they make is sent after it.
 
     Args:
-        actions: Computations of every rank, without pairs.
+        actions: Computations of every rank.
         placement: Rank of each stage.
 
     Raises:
@@ -152,10 +180,19 @@ def _stage(pp: int, vpp: int, index: int) -> SimpleNamespace:
     )
 
 
-def _halves(action: Action) -> Sequence[Action]:
+def _in_form(action: Action) -> Action:
     if action.sub_actions is None:
-        return (action,)
-    return sorted(action.sub_actions, key=lambda half: half.computation_type == F)
+        return action
+    kinds = {half.computation_type for half in action.sub_actions}
+    if len(action.sub_actions) != 2 or kinds not in ({F, B}, {F, I}):
+        raise ValueError(f"{action} is no pair of one F and one B or I")
+    backward, forward = halves(action)
+    if forward.microbatch_index == backward.microbatch_index:
+        raise ValueError(
+            f"the halves of {action} wait for each other: {backward} needs all forwards of "
+            f"microbatch {backward.microbatch_index}, and {forward} is one"
+        )
+    return pair(forward, backward)
 
 
 def _receive_of(send: Action) -> Action:

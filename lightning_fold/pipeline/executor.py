@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +23,7 @@ from lightning_fold.pipeline import actions as ir
 from lightning_fold.pipeline.schedules import Plan
 from lightning_fold.pipeline.sends import Sends
 from lightning_fold.pipeline.stamps import Stamps
+from lightning_fold.pipeline.tape import Context, Steps, Value, drain, weave
 from lightning_fold.topology.comm import Comm
 
 Key = tuple[int, int]
@@ -60,20 +62,61 @@ class StepCalls(Protocol):
     ) -> StageOutput | Tensor | None:
         """Run a stage; on the last one the root of the backward, or None in evaluation."""
 
+    def weaves(self, stage: int) -> bool:
+        """Whether a stage runs in pieces, so by `steps` and not by `forward`."""
+
+    def steps(
+        self,
+        stage: int,
+        microbatch: int,
+        inputs: tuple[Tensor, ...],
+        *,
+        clock: Context,
+        store: WeightStore | None,
+    ) -> Steps[Woven]:
+        """Run a stage in pieces, as a pass of `pipeline.tape`."""
+
+
+class Woven(Protocol):
+    """A microbatch between its forward and its backward on a stage that runs in pieces."""
+
+    outputs: tuple[Value, ...]
+
+    def backward(
+        self,
+        grads: tuple[Tensor, ...],
+        *,
+        clock: Context,
+        in_the_gap: Callable[[], None] | None,
+    ) -> Steps[tuple[Tensor, ...]]:
+        """Gradients of the inputs, from those of the outputs; none at the root of the loss."""
+
 
 @dataclass
 class _Live:
-    """A microbatch between its forward and its backward on one stage."""
+    """A microbatch between its forward and its backward on a stage that runs at once."""
 
     inputs: tuple[Tensor, ...]
     roots: tuple[Tensor, ...]
+
+    def backward(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Gradients of the inputs, from those of the roots; none at the root of the loss."""
+        pairs = [
+            (root, grad)
+            for root, grad in zip(self.roots, grads or (None,), strict=True)
+            if root.requires_grad
+        ]
+        if pairs:
+            torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+        return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in self.inputs)
 
 
 @dataclass
 class _Flight:
     """Everything in flight in one step."""
 
-    live: dict[Key, _Live] = field(default_factory=dict)
+    live: dict[Key, _Live | Woven] = field(default_factory=dict)
+    begun: set[Key] = field(default_factory=set)
     arrived: dict[tuple[str, int, int], tuple[Tensor, ...]] = field(default_factory=dict)
     receiving: dict[tuple[str, int, int], Any] = field(default_factory=dict)
     leaving: dict[tuple[str, int, int], tuple[Tensor, ...]] = field(default_factory=dict)
@@ -117,11 +160,14 @@ class Executor:
         self._flight, self.peak_live = _Flight(), 0
         self.sends.start()
         self._ranks, self._calls, self._train = plan.placement, calls, train
-        self._puts_off = train and plan.delays_weights
+        self._weaves = train and plan.overlap
+        # Woven, weight gradients fill the time in which a gradient travels.
+        self._puts_off = train and (plan.delays_weights or plan.overlap)
         verbs = {
-            ir.F: self._forward,
-            ir.B: self._backward,
-            ir.I: self._backward,
+            ir.F: self._alone,
+            ir.B: self._alone,
+            ir.I: self._alone,
+            ir.OVERLAP_F_B: self._pair,
             ir.W: self._weights,
             ir.SEND_F: self._send,
             ir.SEND_B: self._send,
@@ -149,48 +195,84 @@ class Executor:
 
     # Compute.
 
-    def _forward(self, action: Any) -> None:
-        stage, m = key = action.stage_index, action.microbatch_index
+    def _alone(self, action: Any) -> None:
+        drain(self._pass(action))
+
+    def _pair(self, action: Any) -> None:
+        forward, backward = action.sub_actions
+        # The backward first: its combine travels under the forward's attention.
+        weave(*(self._as(half, self._pass(half)) for half in (backward, forward)))
+
+    def _as(self, action: Any, steps: Steps[None]) -> Steps[None]:
+        """The pass of one half, which `action` names whenever it is its turn."""
+        while True:
+            self.action = action
+            try:
+                next(steps)
+            except StopIteration:
+                return
+            yield
+
+    def _pass(self, action: Any) -> Steps[None]:
+        return self._forward(action) if action.computation_type == ir.F else self._backward(action)
+
+    def _forward(self, action: Any) -> Steps[None]:
+        stage, m = action.stage_index, action.microbatch_index
         inputs = self._take("F", stage, m) if stage > 0 else ()
+        if self._train:
+            # From here to the end of its backward: a pair has two that are both on their way.
+            self._flight.begun.add((stage, m))
+            self.peak_live = max(self.peak_live, len(self._flight.begun))
+        store = self._store if self._puts_off else None
+        if self._weaves and self._calls.weaves(stage):
+            clock = partial(self.stamps.of, action)
+            live = yield from self._calls.steps(stage, m, inputs, clock=clock, store=store)
+            self._pass_on(stage, m, tuple(value.data for value in live.outputs))
+            self._flight.live[stage, m] = live
+            return
         if self._train:
             inputs = tuple(x.requires_grad_() for x in inputs)
         hidden, loads = (*inputs, None, None)[:2]
-        with self.stamps.of(action), deferring(self._store if self._puts_off else None):
+        with self.stamps.of(action), deferring(store):
             out = self._calls.forward(stage, m, hidden, loads)
         if isinstance(out, StageOutput):
             roots: tuple[Tensor, ...] = (out.hidden,)
             roots += () if out.loads is None else (out.loads,)
-            self._check(roots, self._calls.border(stage + 1, m))
-            self._give("F", stage + 1, m, tuple(x.detach() for x in roots))
+            self._pass_on(stage, m, tuple(x.detach() for x in roots))
         else:
             roots = () if out is None else (out,)
         if self._train:
-            self._flight.live[key] = _Live(inputs, roots)
-            self.peak_live = max(self.peak_live, len(self._flight.live))
+            self._flight.live[stage, m] = _Live(inputs, roots)
 
-    def _backward(self, action: Any) -> None:
+    def _pass_on(self, stage: int, m: int, tensors: tuple[Tensor, ...]) -> None:
+        """What a stage has made goes to the next one; the last one's stays."""
+        if stage < self.num_stages - 1:
+            self._check(tensors, self._calls.border(stage + 1, m))
+            self._give("F", stage + 1, m, tensors)
+
+    def _backward(self, action: Any) -> Steps[None]:
         stage, m = key = action.stage_index, action.microbatch_index
-        is_last = stage == self.num_stages - 1
-        grads = () if is_last else self._take("B", stage, m)
+        grads = () if stage == self.num_stages - 1 else self._take("B", stage, m)
         live = self._flight.live.pop(key)
-        # A model that recomputes its layers in backward has to meet the store of its forward.
-        with self.stamps.of(action), deferring(self._store if self._puts_off else None):
-            pairs = [
-                (root, None if is_last else grad)
-                for root, grad in zip(live.roots, grads or (None,), strict=True)
-                if root.requires_grad
-            ]
-            if pairs:
-                torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
-            if self._puts_off:
-                later = self._store.take()
-                if action.computation_type == ir.I:
-                    self._flight.later[key] = later
-                else:
-                    later()
+        clock, at_once = partial(self.stamps.of, action), action.computation_type == ir.B
+        if isinstance(live, _Live):
+            # A model that recomputes its layers in backward has to meet the store of its forward.
+            with clock(), deferring(self._store if self._puts_off else None):
+                got = live.backward(grads)
+        else:
+            gap = self._weights_now if at_once else None
+            got = yield from live.backward(grads, clock=clock, in_the_gap=gap)
+        self._flight.begun.discard(key)
+        if self._puts_off and at_once:
+            with clock():
+                self._weights_now()
+        elif self._puts_off:
+            self._flight.later[key] = self._store.take()
         if stage > 0:
-            got = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in live.inputs)
             self._give("B", stage - 1, m, got)
+
+    def _weights_now(self) -> None:
+        self._store.take()()
 
     def _weights(self, action: Any) -> None:
         with self.stamps.of(action):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from lightning_fold.pipeline.actions import Action, Actions, B, F, torch_actions
+from lightning_fold.pipeline.actions import Action, Actions, B, F, pair, torch_actions
 
 
 def gpipe(*, pp: int, vpp: int, num_microbatches: int) -> Actions:
@@ -21,27 +21,35 @@ def gpipe(*, pp: int, vpp: int, num_microbatches: int) -> Actions:
     }
 
 
-def one_f_one_b(*, pp: int, vpp: int, num_microbatches: int) -> Actions:
+def one_f_one_b(*, pp: int, vpp: int, num_microbatches: int, overlap: bool = False) -> Actions:
     """As many forwards as there are ranks behind, then one forward and one backward in turns.
 
     torch's own list lacks the first forward of the last rank.
+
+    With `overlap` the turns are pairs. What a pair makes leaves when all of it is done, so a
+    microbatch takes one pair per rank behind, one to turn around, and one per rank again: between
+    its forward and its backward a rank has 2 * behind + 1 forwards to start, its warm-up.
     """
-    return {rank: _one_f_one_b_rank(rank, pp, num_microbatches) for rank in range(pp)}
+    return {rank: _one_f_one_b_rank(rank, pp, num_microbatches, overlap) for rank in range(pp)}
 
 
 def interleaved_1f1b(
-    *, pp: int, vpp: int, num_microbatches: int, group: int | None = None
+    *, pp: int, vpp: int, num_microbatches: int, group: int | None = None, overlap: bool = False
 ) -> Actions:
-    """1F1B in which a rank's stages take turns, a group of microbatches each (arXiv 2104.04473)."""
+    """1F1B in which a rank's stages take turns, a group of microbatches each (arXiv 2104.04473).
+
+    With `overlap` the turns are pairs. The warm-up has room for both ways already; the one forward
+    more is that of the turn around, since a pair has no two halves of one microbatch.
+    """
     groups = _groups(num_microbatches, group or pp)
     order = [(chunk, m) for group_ in groups for chunk in range(vpp) for m in group_]
     back = [(vpp - 1 - chunk, m) for chunk, m in order]
     actions = {}
     for rank in range(pp):
-        warm_up = 2 * (pp - 1 - rank) + (vpp - 1) * len(groups[0])
+        warm_up = 2 * (pp - 1 - rank) + (vpp - 1) * len(groups[0]) + overlap
         forwards = [Action(chunk * pp + rank, F, m) for chunk, m in order]
         backwards = [Action(chunk * pp + rank, B, m) for chunk, m in back]
-        actions[rank] = _in_turns(forwards, backwards, min(warm_up, len(order)))
+        actions[rank] = _in_turns(forwards, backwards, min(warm_up, len(order)), overlap)
     return actions
 
 
@@ -56,7 +64,7 @@ def zbv(*, pp: int, vpp: int, num_microbatches: int) -> Actions:
 
 
 def dualpipev(*, pp: int, vpp: int, num_microbatches: int) -> Actions:
-    """DualPipe of arXiv 2412.19437 folded at its middle; torch's list."""
+    """DualPipe of arXiv 2412.19437 folded at its middle; torch's list, pairs in it."""
     return torch_actions("ScheduleDualPipeV", pp, vpp, num_microbatches)
 
 
@@ -98,16 +106,19 @@ def there_and_back(*, pp: int, vpp: int, num_microbatches: int) -> Actions:
     }
 
 
-def _one_f_one_b_rank(rank: int, pp: int, num_microbatches: int) -> list[Action]:
+def _one_f_one_b_rank(rank: int, pp: int, num_microbatches: int, overlap: bool) -> list[Action]:
     forwards = [Action(rank, F, m) for m in range(num_microbatches)]
     backwards = [Action(rank, B, m) for m in range(num_microbatches)]
-    return _in_turns(forwards, backwards, min(pp - 1 - rank, num_microbatches))
+    behind = pp - 1 - rank
+    warm_up = 2 * behind + 1 if overlap else behind
+    return _in_turns(forwards, backwards, min(warm_up, num_microbatches), overlap)
 
 
-def _in_turns(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
-    steady = [
-        action for pair in zip(forwards[warm_up:], backwards, strict=False) for action in pair
-    ]
+def _in_turns(
+    forwards: list[Action], backwards: list[Action], warm_up: int, overlap: bool
+) -> list[Action]:
+    turns = zip(forwards[warm_up:], backwards, strict=False)
+    steady = [pair(*turn) for turn in turns] if overlap else [a for turn in turns for a in turn]
     return forwards[:warm_up] + steady + backwards[len(forwards) - warm_up :]
 
 

@@ -1,14 +1,17 @@
 """Timelines as a picture: one row per rank, one box per computation, panels over one time axis.
 
 A box has the colour of its kind, paler for a later chunk of its rank, and the number of its
-microbatch where the box is wide enough to read it. A file appears whole or not at all.
+microbatch where it is wide enough to read that. A computation in pieces is several boxes, those
+without another's between them under one number. A file appears whole or not at all.
 """
 
 from __future__ import annotations
 
 import io
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +38,11 @@ _ROW, _PANEL, _FRAME, _SIDES = 0.34, 0.45, 1.1, 1.0
 _BOX, _WIDTHS, _HEIGHTS = 0.17, (9.0, 40.0), (2.2, 60.0)
 # Points; a digit is about 0.6 times as wide as its size.
 _INCH, _DIGIT, _SIZES = 72.0, 0.62, (4.0, 8.0)
+# An edge in points, for boxes of which it leaves most.
+_EDGE, _EDGED = 0.6, 0.03
 _MAX_NUMBERED = 6000
+# Times that a computation in pieces is wider than one that is whole.
+_MAX_WIDER = 2.0
 
 
 def draw_timelines(
@@ -78,10 +85,16 @@ def _figure(timelines: Mapping[str, Timeline], *, title: str, unit: str) -> Figu
 
 
 def _usual_duration(timelines: Mapping[str, Timeline]) -> float:
-    """A duration that nine of ten boxes reach, so that few of them are too narrow."""
-    spans = [span for timeline in timelines.values() for span in timeline.spans]
-    durations = sorted(s.end_s - s.start_s for s in spans if s.end_s > s.start_s)
-    return durations[len(durations) // 10] if durations else 1.0
+    """A duration that nine of ten computations reach, so that few boxes are too narrow.
+
+    Less where they are in pieces, which have to be seen; not for each of them, as a run has dozens.
+    """
+    found = [d for timeline in timelines.values() for d in timeline.durations.values()]
+    durations = sorted(duration for duration in found if duration > 0)
+    if not durations:
+        return 1.0
+    pieces = sum(len(timeline.spans) for timeline in timelines.values()) / len(found)
+    return durations[len(durations) // 10] / min(pieces, _MAX_WIDER)
 
 
 def _heading(name: str, timeline: Timeline, unit: str) -> str:
@@ -96,19 +109,19 @@ def _draw_panel(axes: Axes, timeline: Timeline, *, inches_per_unit: float) -> No
     ranks = list(timeline.by_rank)
     chunks = _chunks(timeline)
     start = min((span.start_s for span in timeline.spans), default=0.0)
-    numbered = len(timeline.spans) <= _MAX_NUMBERED
     for row, spans in enumerate(timeline.by_rank.values()):
         bars: defaultdict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
         for span in spans:
             duration = span.end_s - span.start_s
             bars[span.kind, chunks[span.stage]].append((span.start_s - start, duration))
-            if numbered:
-                _draw_number(axes, span, row, start, inches=duration * inches_per_unit)
         for (kind, chunk), bar in bars.items():
             colour = _colour(kind, chunk, max(chunks.values()) + 1)
+            # The edges of narrow boxes would hide them.
+            edges = [_EDGE if width * inches_per_unit >= _EDGED else 0.0 for _, width in bar]
             axes.broken_barh(
-                bar, (row - 0.44, 0.88), facecolor=colour, edgecolor="white", linewidth=0.6
+                bar, (row - 0.44, 0.88), facecolor=colour, edgecolor="white", linewidth=edges
             )
+    _draw_numbers(axes, timeline, start, inches_per_unit=inches_per_unit)
     axes.set(facecolor=_IDLE, ylim=(len(ranks) - 0.5, -0.5))
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks], fontsize=8)
     axes.tick_params(axis="x", labelsize=8)
@@ -116,12 +129,31 @@ def _draw_panel(axes: Axes, timeline: Timeline, *, inches_per_unit: float) -> No
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _draw_number(axes: Axes, span: Span, row: int, start: float, *, inches: float) -> None:
-    number = str(span.microbatch)
-    size = min(inches * 0.85 * _INCH / (_DIGIT * len(number)), _SIZES[1])
-    if size >= _SIZES[0]:
-        middle = (span.start_s + span.end_s) / 2 - start
-        axes.text(middle, row, number, fontsize=size, ha="center", va="center_baseline")
+def _draw_numbers(axes: Axes, timeline: Timeline, start: float, *, inches_per_unit: float) -> None:
+    found = []
+    for row, spans in enumerate(timeline.by_rank.values()):
+        for run in _runs(spans):
+            size = _number_size(run, inches_per_unit)
+            if size >= _SIZES[0]:
+                found.append(((run.start_s + run.end_s) / 2 - start, row, run.microbatch, size))
+    # Each is drawn on its own, which takes long for many.
+    if len(found) > _MAX_NUMBERED:
+        return
+    for middle, row, number, size in found:
+        axes.text(middle, row, str(number), fontsize=size, ha="center", va="center_baseline")
+
+
+def _runs(spans: Sequence[Span]) -> Iterator[Span]:
+    """Join the neighbouring pieces of one computation."""
+    for _, pieces in groupby(spans, key=lambda span: (span.stage, span.kind, span.microbatch)):
+        first, *others = pieces
+        yield replace(first, end_s=(others or [first])[-1].end_s)
+
+
+def _number_size(span: Span, inches_per_unit: float) -> float:
+    """Points of the largest number that a box has room for."""
+    inches = (span.end_s - span.start_s) * inches_per_unit
+    return min(inches * 0.85 * _INCH / (_DIGIT * len(str(span.microbatch))), _SIZES[1])
 
 
 def _chunks(timeline: Timeline) -> dict[int, int]:

@@ -38,6 +38,8 @@ class Anatomy:
         after: The same behind the layers.
         in_tuple: Whether a layer returns a tuple around its hidden states.
         width: D.
+        calls: Other arguments of each layer, and whether it gets hidden states by position, as
+            seen on [1, 4] tokens.
     """
 
     container: str
@@ -45,6 +47,7 @@ class Anatomy:
     after: tuple[str, ...]
     in_tuple: bool
     width: int
+    calls: tuple[tuple[tuple[Any, ...], dict[str, Any], bool], ...] = ()
 
 
 @dataclass
@@ -55,6 +58,7 @@ class _Seen:
     taken: list[Tensor] = field(default_factory=list)
     given: list[Tensor] = field(default_factory=list)
     extras: list[list[Any]] = field(default_factory=list)
+    calls: list[tuple[tuple[Any, ...], dict[str, Any], bool]] = field(default_factory=list)
     before: list[str] = field(default_factory=list)
     first_after: tuple[str, Any] | None = None
 
@@ -74,6 +78,7 @@ class _Stand(nn.Module):
         self.seen.taken.append(hidden)
         self.seen.given.append(out)
         self.seen.extras.append(tree_leaves((rest, named)))
+        self.seen.calls.append((rest, named, bool(args)))
         return (out,) if self.in_tuple else out
 
 
@@ -124,6 +129,7 @@ def probe(root: nn.Module, parts: ModelParts) -> Anatomy:
                 tuple(name for name, _ in _owners(parts) if name not in before),
                 in_tuple,
                 seen.taken[0].shape[-1],
+                tuple(seen.calls),
             )
     raise refuse(parts, problem)
 

@@ -1,21 +1,20 @@
 """Schedules: which rank computes what, in which order, as pure functions of a few integers.
 
-Owns the names that `pipeline_schedule` takes, their legal numbers, and the registry by which users
-add their own. Invariant: every plan that leaves this file computes each microbatch on each stage
-once, cannot deadlock, receives in the order of the sends, and has the last stage's forwards in
-ascending order. Not here: what an action takes (`simulate`) and who runs it (`executor`).
+Owns plans and the checks of their arguments. Invariant: every plan that leaves this file computes
+each microbatch on each stage once, cannot deadlock, receives in the order of the sends, and has
+the last stage's forwards in ascending order. Not here: which schedules there are (`registry`), what
+an action takes (`simulate`) and who runs it (`executor`).
 """
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count, islice
 from types import MappingProxyType
-from typing import Literal
 
 from lightning_fold.pipeline import orders
 from lightning_fold.pipeline.actions import (
@@ -24,54 +23,29 @@ from lightning_fold.pipeline.actions import (
     F,
     check_p2p_order,
     lower,
+    with_pairs,
     without_pairs,
 )
-from lightning_fold.topology.doctor import nearest
+from lightning_fold.pipeline.registry import (
+    SCHEDULES,
+    MicrobatchRule,
+    Schedule,
+    quoted,
+    register_schedule,
+    schedule_of,
+)
 
-ScheduleFunction = Callable[..., Mapping[int, Sequence[Action | None]]]
-
-
-@dataclass(frozen=True)
-class MicrobatchRule:
-    """Which numbers of microbatches a schedule can serve; both take (pp, vpp, microbatches)."""
-
-    holds: Callable[[int, int, int], bool]
-    equation: Callable[[int, int, int], str]
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """An entry of the registry.
-
-    Attributes:
-        function: Takes `pp`, `vpp` and `num_microbatches`, and `group` where `grouped`, by keyword
-            and returns every rank's computations; None in them is an idle slot.
-        placement: `loop` puts stage s on rank s % pp; `v` goes to the last rank and back.
-        virtual_stages: Legal stages per rank, ascending; None is any.
-        delays_weights: Whether it lists weight gradients apart, as I and W.
-        rule: Legal numbers of microbatches; None is any.
-        grouped: Whether it takes a microbatch group size.
-    """
-
-    function: ScheduleFunction
-    placement: Literal["loop", "v"] = "loop"
-    virtual_stages: Sequence[int] | None = None
-    delays_weights: bool = False
-    rule: MicrobatchRule | None = None
-    grouped: bool = False
-
-    def allows(self, vpp: int) -> bool:
-        """Say whether a rank may have so many stages."""
-        return self.virtual_stages is None or vpp in self.virtual_stages
-
-    def serves(self, pp: int, vpp: int, num_microbatches: int) -> bool:
-        """Say whether it has an order for so many microbatches."""
-        return self.rule is None or self.rule.holds(pp, vpp, num_microbatches)
-
-    @property
-    def least_stages(self) -> int:
-        """The smallest legal number of stages per rank."""
-        return 1 if self.virtual_stages is None else self.virtual_stages[0]
+__all__ = [
+    "SCHEDULES",
+    "Plan",
+    "Schedule",
+    "actions_of",
+    "check_count",
+    "check_schedule",
+    "plan_of",
+    "register_schedule",
+    "schedule_of",
+]
 
 
 @dataclass(frozen=True)
@@ -80,10 +54,11 @@ class Plan:
 
     Attributes:
         actions: Computations of each rank, in order: F, B, and I and W where the weight gradients
-            are delayed.
+            are delayed. With `overlap` some are pairs of `actions.pair`.
         lowered: The same with sends and receives.
         placement: Rank of each stage.
         delays_weights: Whether it has I and W in place of B somewhere.
+        overlap: Whether pairs are kept; few microbatches may leave none.
     """
 
     name: str
@@ -95,6 +70,7 @@ class Plan:
     placement: tuple[int, ...]
     delays_weights: bool
     forward_only: bool = False
+    overlap: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -106,56 +82,9 @@ class Plan:
         return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
 
 
-def register_schedule(
-    name: str,
-    function: ScheduleFunction,
-    *,
-    placement: Literal["loop", "v"] = "loop",
-    virtual_stages: Iterable[int] | None = None,
-    delays_weights: bool = False,
+def check_schedule(
+    name: str, pp: int, vpp: int, num_microbatches: int | None = None, *, overlap: bool = False
 ) -> None:
-    """Make `FoldedMoEStrategy(pipeline_schedule=name)` use a schedule of yours.
-
-    Args:
-        name: Any name but those built in; an earlier entry of this name is replaced.
-        function: Takes `pp`, `vpp` and `num_microbatches` by keyword and returns a list of
-            `lightning_fold.pipeline.Action` for each rank, computations only. A ValueError that
-            it raises reaches the user; its lists are checked whenever they are made.
-        placement: `loop` puts stage s on rank s % pp; `v` puts the second half of the stages on
-            the ranks in descending order. V needs exactly two stages per rank.
-        virtual_stages: Legal stages per rank; None is any.
-        delays_weights: Whether the lists hold I and W in place of B.
-
-    Raises:
-        ValueError: The name is built in, the placement unknown, or no number of stages legal.
-        TypeError: The function cannot be called.
-    """
-    if name in BUILT_IN:
-        raise ValueError(
-            f"schedule {name!r} is built in and cannot be replaced. Legal: any name but "
-            f"{_listed(BUILT_IN)}.  Change `name`."
-        )
-    if placement not in ("loop", "v"):
-        raise ValueError(
-            f"placement={placement!r} is no placement. Legal placement: 'loop', 'v'.  "
-            "Change `placement`."
-        )
-    if not callable(function):
-        kind = type(function).__name__
-        raise TypeError(f"the function of schedule {name!r} must be callable, not {kind}")
-    legal = None if virtual_stages is None else tuple(sorted(set(virtual_stages)))
-    if placement == "v":
-        legal = (2,) if legal is None or 2 in legal else ()
-    if legal is not None and (not legal or legal[0] < 1):
-        raise ValueError(
-            f"virtual_stages={virtual_stages!r} with placement={placement!r} leaves no legal "
-            "number of stages per rank. Legal: positive integers, and 2 for 'v'.  "
-            "Change `virtual_stages`."
-        )
-    _REGISTERED[name] = Schedule(function, placement, legal, delays_weights)
-
-
-def check_schedule(name: str, pp: int, vpp: int, num_microbatches: int | None = None) -> None:
     """Refuse a schedule that there is not, or that cannot serve the numbers.
 
     Args:
@@ -163,6 +92,7 @@ def check_schedule(name: str, pp: int, vpp: int, num_microbatches: int | None = 
         pp: Ranks of the pipeline.
         vpp: Stages of each rank.
         num_microbatches: Microbatches of one step; None leaves them unchecked.
+        overlap: Whether pairs of a forward and a backward are asked for.
 
     Raises:
         ValueError: Names what breaks, the legal values and the argument to change.
@@ -171,6 +101,13 @@ def check_schedule(name: str, pp: int, vpp: int, num_microbatches: int | None = 
     check_count("pipeline_parallel_size", pp)
     check_count("virtual_pipeline_size", vpp)
     _check_stages(name, schedule, pp, vpp)
+    if overlap and not schedule.overlaps:
+        others = quoted(other for other, entry in SCHEDULES.items() if entry.overlaps)
+        raise ValueError(
+            f"pipeline_overlap=True weaves pairs of a forward and a backward, and "
+            f"pipeline_schedule={name!r} has none. Legal pipeline_schedule with pairs: {others}.  "
+            "Change `pipeline_overlap` or `pipeline_schedule`."
+        )
     if num_microbatches is None:
         return
     check_count("num_microbatches", num_microbatches)
@@ -192,23 +129,6 @@ def check_count(name: str, number: object) -> None:
         )
 
 
-def schedule_of(name: str) -> Schedule:
-    """Look a schedule up.
-
-    Raises:
-        ValueError: There is none of this name; names the nearest.
-    """
-    if name in SCHEDULES:
-        return SCHEDULES[name]
-    likely = nearest(str(name), SCHEDULES)
-    hint = f"Did you mean {likely!r}? " if likely else ""
-    raise ValueError(
-        f"pipeline_schedule={name!r} is no schedule. {hint}Legal pipeline_schedule: "
-        f"{_listed(SCHEDULES)}; `lightning_fold.register_schedule` adds others.  "
-        "Change `pipeline_schedule`."
-    )
-
-
 def actions_of(
     name: str,
     *,
@@ -217,6 +137,7 @@ def actions_of(
     num_microbatches: int,
     forward_only: bool = False,
     group: int | None = None,
+    overlap: bool = False,
 ) -> Plan:
     """Return the plan of one step, checked. Equal arguments return the same object.
 
@@ -230,48 +151,18 @@ def actions_of(
         group: Microbatches that a stage takes before the rank turns to its next stage, for
             schedules that are grouped; None is pp. Larger groups hide the latency of messages and
             cost activations. Where it does not divide the microbatches, groups grow by one.
+        overlap: Keep the pairs of a forward and a backward that are woven, for schedules that
+            have them; evaluation has none.
 
     Raises:
         ValueError: The numbers are illegal, or a registered schedule lists what cannot be run.
     """
-    check_schedule(name, pp, vpp, None if forward_only else num_microbatches)
+    overlap = overlap and not forward_only
+    check_schedule(name, pp, vpp, None if forward_only else num_microbatches, overlap=overlap)
     check_count("num_microbatches", num_microbatches)
     schedule = schedule_of(name)
     _check_group(name, schedule, pp, group)
-    return plan_of(name, schedule, pp, vpp, num_microbatches, group, forward_only)
-
-
-def _has_equal_rounds(pp: int, vpp: int, num_microbatches: int) -> bool:
-    return num_microbatches % max(1, num_microbatches // pp) == 0
-
-
-def _say_equal_rounds(pp: int, vpp: int, num_microbatches: int) -> str:
-    rounds = max(1, num_microbatches // pp)
-    return (
-        f"equal rounds, but {num_microbatches} // pp = {num_microbatches} // {pp} = {rounds} "
-        f"rounds leave {num_microbatches} % {rounds} = {num_microbatches % rounds} over"
-    )
-
-
-_ENOUGH = MicrobatchRule(
-    lambda pp, vpp, n: n >= pp * vpp,
-    lambda pp, vpp, n: f"as many microbatches as stages, pp*vpp = {pp}*{vpp} = {pp * vpp}",
-)
-_ROUNDS = MicrobatchRule(_has_equal_rounds, _say_equal_rounds)
-_SEVERAL = range(2, sys.maxsize)
-_REGISTERED: dict[str, Schedule] = {
-    "gpipe": Schedule(orders.gpipe, virtual_stages=(1,)),
-    "1f1b": Schedule(orders.one_f_one_b, virtual_stages=(1,)),
-    "interleaved_1f1b": Schedule(orders.interleaved_1f1b, virtual_stages=_SEVERAL, grouped=True),
-    "interleaved_zero_bubble": Schedule(
-        orders.interleaved_zero_bubble, virtual_stages=_SEVERAL, delays_weights=True, rule=_ROUNDS
-    ),
-    "zbv": Schedule(orders.zbv, "v", (2,), delays_weights=True, rule=_ENOUGH),
-    "dualpipev": Schedule(orders.dualpipev, "v", (2,), delays_weights=True, rule=_ENOUGH),
-}
-BUILT_IN = tuple(_REGISTERED)
-SCHEDULES: Mapping[str, Schedule] = MappingProxyType(_REGISTERED)
-"""All schedules by name, users' included."""
+    return plan_of(name, schedule, pp, vpp, num_microbatches, group, forward_only, overlap)
 
 
 # Evaluation and the last batch of an epoch have numbers of their own, so a run needs a few.
@@ -284,20 +175,20 @@ def plan_of(
     num_microbatches: int,
     group: int | None,
     forward_only: bool,
+    overlap: bool = False,
 ) -> Plan:
     """The checked and lowered lists of a schedule, whatever its rule says of the numbers."""
     placement = _placement(schedule, pp, vpp)
-    options = {"group": group} if schedule.grouped else {}
     listed = (
         orders.forward_only(placement, num_microbatches)
         if forward_only
-        else schedule.function(pp=pp, vpp=vpp, num_microbatches=num_microbatches, **options)
+        else _list(schedule, pp, vpp, num_microbatches, group, overlap)
     )
-    actions = without_pairs(listed)
     delays = schedule.delays_weights and not forward_only
     legal = {"F"} if forward_only else {"F B", "F I W"} if delays else {"F B"}
     try:
-        _check_complete(actions, placement, num_microbatches, legal=legal)
+        actions = with_pairs(listed) if overlap else without_pairs(listed)
+        _check_complete(without_pairs(actions), placement, num_microbatches, legal=legal)
         lowered = lower(actions, placement)
         check_p2p_order(lowered, placement)
     except ValueError as error:
@@ -315,7 +206,17 @@ def plan_of(
         placement=placement,
         delays_weights=delays,
         forward_only=forward_only,
+        overlap=overlap,
     )
+
+
+def _list(
+    schedule: Schedule, pp: int, vpp: int, num_microbatches: int, group: int | None, overlap: bool
+) -> Mapping[int, Sequence[Action | None]]:
+    options: dict[str, int | bool | None] = {"group": group} if schedule.grouped else {}
+    if schedule.takes_overlap:
+        options["overlap"] = overlap
+    return schedule.function(pp=pp, vpp=vpp, num_microbatches=num_microbatches, **options)
 
 
 def _placement(schedule: Schedule, pp: int, vpp: int) -> tuple[int, ...]:
@@ -353,13 +254,13 @@ def _check_stages(name: str, schedule: Schedule, pp: int, vpp: int) -> None:
     if schedule.allows(vpp) and (pp > 1 or schedule.allows(1)):
         return
     if pp == 1 and not schedule.allows(1):
-        others = _listed(other for other, entry in SCHEDULES.items() if entry.allows(1))
+        others = quoted(other for other, entry in SCHEDULES.items() if entry.allows(1))
         raise ValueError(
             f"pipeline_schedule={name!r} fills the waits between ranks, and pp = 1 has none. "
             f"Legal pipeline_schedule for pp=1: {others}.  Change `pipeline_parallel_size` or "
             "`pipeline_schedule`."
         )
-    others = _listed(other for other, entry in SCHEDULES.items() if entry.allows(vpp))
+    others = quoted(other for other, entry in SCHEDULES.items() if entry.allows(vpp))
     raise ValueError(
         f"pipeline_schedule={name!r} cannot run pp*vpp = {pp}*{vpp} = {pp * vpp} stages, {vpp} on "
         f"each rank. Legal pipeline_schedule for virtual_pipeline_size={vpp}: {others or 'none'}; "
@@ -373,7 +274,7 @@ def _check_group(name: str, schedule: Schedule, pp: int, group: int | None) -> N
         return
     check_count("group", group)
     if not schedule.grouped:
-        others = _listed(other for other, entry in SCHEDULES.items() if entry.grouped)
+        others = quoted(other for other, entry in SCHEDULES.items() if entry.grouped)
         raise ValueError(
             f"pipeline_schedule={name!r} has no groups of microbatches, but group={group}. Legal "
             f"pipeline_schedule with groups: {others}.  Change `group`."
@@ -397,7 +298,3 @@ def _near(rule: MicrobatchRule, pp: int, vpp: int, num_microbatches: int) -> str
 
 def _numbers(legal: Sequence[int]) -> str:
     return ", ".join(map(str, legal[:3])) + (", ..." if len(legal) > 3 else ".")
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(repr(name) for name in names)

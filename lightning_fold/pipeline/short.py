@@ -7,7 +7,8 @@ results are not.
 from __future__ import annotations
 
 from lightning_fold.pipeline import orders
-from lightning_fold.pipeline.schedules import Plan, Schedule, plan_of, schedule_of
+from lightning_fold.pipeline.registry import Schedule, schedule_of
+from lightning_fold.pipeline.schedules import Plan, plan_of
 
 _THERE_AND_BACK = Schedule(orders.there_and_back, "v", (2,))
 
@@ -25,5 +26,8 @@ def nearest_count(name: str, *, pp: int, vpp: int, num_microbatches: int) -> int
 
 
 def actions_of_few(name: str, *, pp: int, vpp: int, num_microbatches: int) -> Plan:
-    """List all forwards, then all backwards, for zbv's or dualpipev's stages where they lie."""
+    """List all forwards, then all backwards, for zbv's or dualpipev's stages where they lie.
+
+    Without pairs, also where the schedule itself would weave.
+    """
     return plan_of(name, _THERE_AND_BACK, pp, vpp, num_microbatches, None, False)

@@ -1,8 +1,9 @@
 """A clock for plans: when each action would start and end, if every stage took what it costs.
 
 Invariant: a rank does its list in order, and an action starts when its rank is free and its inputs
-are there, which take `hop` to reach another rank. Sends and receives cost a rank nothing. Knows
-neither tensors nor process groups.
+are there, which take `hop` to reach another rank. Sends and receives cost a rank nothing. Both
+results of a pair are made at its end, and its backward starts first: it may fill the wait for the
+forward's input. Knows neither tensors nor process groups.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lightning_fold.pipeline.actions import Action, B, F, I, W
+from lightning_fold.pipeline.actions import Action, B, F, I, W, halves
 from lightning_fold.pipeline.schedules import Plan
 from lightning_fold.pipeline.timeline import Span, Timeline
 
 _Made = tuple[str, int, int | None]
 """What an action makes: `F` an activation, `B` a gradient; of which stage and microbatch."""
+
+_Piece = tuple[Action, float, float]
+"""Part of an action, with its start and end."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Costs:
         )
 
     def of(self, action: Action) -> float:
-        """Duration of one action."""
+        """Duration of one action, no pair."""
         stage = action.stage_index
         parts = {
             F: (self.forward,),
@@ -126,26 +130,59 @@ class _Clock:
         before = len(self.spans)
         for rank, listed in self._plan.actions.items():
             while self._next[rank] < len(listed):
-                action = listed[self._next[rank]]
-                needs = list(_needs(action, self._plan.num_stages))
+                parts = halves(listed[self._next[rank]])
+                needs = (need for part in parts for need in _needs(part, self._plan.num_stages))
                 if any(need not in self._made for need in needs):
                     break
-                self._run(rank, action, needs)
+                self._run(rank, parts)
         return len(self.spans) > before
 
-    def _run(self, rank: int, action: Action, needs: list[_Made]) -> None:
-        stage, kind, microbatch, _ = action
-        start = max([self._free[rank], *(self._arrival(need, rank) for need in needs)])
-        end = start + self._costs.of(action)
-        if kind != W:
-            self._made["F" if kind == F else "B", stage, microbatch] = end
-        self.spans.append(Span(rank, stage, int(microbatch or 0), kind.value, start, end))
-        self._free[rank] = end
+    def _run(self, rank: int, parts: tuple[Action, ...]) -> None:
+        pieces = self._pieces(rank, parts)
+        self._free[rank] = end = pieces[-1][2]
+        for (stage, kind, microbatch, _), start, stop in pieces:
+            if kind != W:
+                self._made["F" if kind == F else "B", stage, microbatch] = end
+            self.spans.append(Span(rank, stage, int(microbatch or 0), kind.value, start, stop))
         self._next[rank] += 1
 
-    def _arrival(self, need: _Made, rank: int) -> float:
+    def _pieces(self, rank: int, parts: tuple[Action, ...]) -> list[_Piece]:
+        """When an action, or each half of a pair, computes."""
+        first, *others = parts
+        start = max(self._free[rank], self._arrival(first, rank))
+        alone = (first, start, start + self._costs.of(first))
+        if not others:
+            return [alone]
+        (second,) = others
+        return _weave(alone, second, self._arrival(second, rank), self._costs.of(second))
+
+    def _arrival(self, action: Action, rank: int) -> float:
+        """When the last input of an action is there."""
+        needs = _needs(action, self._plan.num_stages)
+        return max((self._delivery(need, rank) for need in needs), default=0.0)
+
+    def _delivery(self, need: _Made, rank: int) -> float:
         is_here = self._plan.placement[need[1]] == rank
         return self._made[need] + (0.0 if is_here else self._costs.hop)
+
+
+def _weave(alone: _Piece, second: Action, arrival: float, cost: float) -> list[_Piece]:
+    """Half of each in turns: both are live at once, as in a run, whose pieces are smaller.
+
+    The first half, given as it would run alone, goes on while the other one's input is late.
+    """
+    first, start, end = alone
+    if arrival >= end:
+        return [alone, (second, arrival, arrival + cost)]
+    turn = max((start + end) / 2, arrival)
+    again = turn + cost / 2
+    rest = again + (end - turn)
+    return [
+        (first, start, turn),
+        (second, turn, again),
+        (first, again, rest),
+        (second, rest, end + cost),
+    ]
 
 
 def _needs(action: Action, num_stages: int) -> Iterator[_Made]:

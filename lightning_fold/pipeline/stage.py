@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from lightning_fold.model.passage import Passage, StageEnd, StageOutput
 from lightning_fold.pipeline.layout import StageLayers
 from lightning_fold.pipeline.placement import Hollow, Placement
 from lightning_fold.pipeline.probe import Anatomy, hidden_of
+
+Part = Literal["whole", "before", "behind"]
+_PARTS: tuple[Part, ...] = ("whole", "before", "behind")
 
 
 class _Slot(nn.Module):
@@ -35,7 +38,7 @@ class _Slot(nn.Module):
         self.layer = layer
         self.passage = passage
         self.in_tuple = in_tuple
-        self.runs = self.enters = self.ends_before = self.ends_after = False
+        self.runs = self.enters = self.ends_before = self.ends_after = self.notes = False
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -45,6 +48,8 @@ class _Slot(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden, rest, named = hidden_of(args, kwargs)
+        if self.notes:
+            self.passage.calls.append((rest, named, bool(args)))
         if self.enters:
             hidden = self.passage.hidden
         if self.ends_before:
@@ -92,7 +97,9 @@ class StageRunner:
         self.passage.first = next((s.index for s in placement.own if s.layers), 0)
         self._layers: Any = root.get_submodule(anatomy.container)
         self._slots = {
-            index: self._slots_of(stage, anatomy.in_tuple) for index, stage in self.own.items()
+            (index, part): self._slots_of(stage, part, anatomy.in_tuple)
+            for index, stage in self.own.items()
+            for part in _PARTS
         }
         # A rank that runs a later stage too does not embed for it.
         self._ends = [
@@ -115,14 +122,24 @@ class StageRunner:
         return not own.layers and not own.embedding and not own.head
 
     @contextmanager
-    def entered(self, stage: int, hidden: Tensor | None, loads: Tensor | None) -> Iterator[None]:
-        """Let calls of the core run `stage` alone, on what has come in for it."""
+    def entered(
+        self, stage: int, hidden: Tensor | None, loads: Tensor | None, part: Part = "whole"
+    ) -> Iterator[None]:
+        """Let calls of the core run `stage` alone, or what of it is outside of its layers.
+
+        Args:
+            stage: The stage.
+            hidden: What has come in for it, or what its layers have made for the part behind them.
+            loads: As `StageOutput.loads`.
+            part: `before` notes in `passage.calls` what each layer would be called with, and ends;
+                `behind` hands `hidden` on to what follows the layers.
+        """
         passage, real = self.passage, self._layers._modules
         ends = [(owner, key, owner._modules[key]) for owner, key, _ in self._ends]
         passage.stage, passage.hidden, passage.loads = stage, hidden, loads
-        passage.upstream = self.upstream[stage]
+        passage.upstream, passage.calls = self.upstream[stage], []
         try:
-            self._layers._modules = self._slots[stage]
+            self._layers._modules = self._slots[stage, part]
             if stage > 0:
                 for owner, key, hollow in self._ends:
                     owner._modules[key] = hollow
@@ -133,18 +150,18 @@ class StageRunner:
                 owner._modules[key] = module
             passage.hidden = passage.loads = None
 
-    def _slots_of(self, stage: StageLayers, in_tuple: bool) -> dict[str, nn.Module]:
+    def _slots_of(self, stage: StageLayers, part: Part, in_tuple: bool) -> dict[str, nn.Module]:
         slots = {
             key: _Slot(layer, self.passage, in_tuple=in_tuple)
             for key, layer in self._layers._modules.items()
         }
         ordered: Sequence[_Slot] = list(slots.values())
         for i in stage.layers:
-            ordered[i].runs = True
+            ordered[i].runs, ordered[i].notes = part == "whole", part == "before"
         first = stage.layers[0] if stage.layers else (0 if stage.embedding else len(ordered) - 1)
-        if not stage.embedding:
+        if not stage.embedding or part == "behind":
             ordered[first].enters = True
-        if not stage.head:
+        if not stage.head or part == "before":
             end = ordered[stage.layers[-1] if stage.layers else first]
             end.ends_after, end.ends_before = bool(stage.layers), not stage.layers
         return dict(slots)

@@ -51,6 +51,11 @@ class Stamps:
             torch.cuda.synchronize(self._device)
         return [(action, self._since(begin), self._since(end)) for action, begin, end in self._read]
 
+    @property
+    def origin_s(self) -> float:
+        """Where the latest step's seconds count from, on the host's `perf_counter`; CPU alone."""
+        return float(self._origin)
+
     def _now(self) -> Any:
         if self._device.type != "cuda":
             return time.perf_counter()

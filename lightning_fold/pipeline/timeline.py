@@ -25,7 +25,9 @@ _MICROSECONDS = 1e6
 
 @dataclass(frozen=True)
 class Span:
-    """One computation of one microbatch on one stage.
+    """One computation of one microbatch on one stage, or a piece of it.
+
+    The two halves of a woven pair are in pieces, those of one between those of the other.
 
     Attributes:
         rank: Coordinate on the pp axis.
@@ -116,16 +118,28 @@ class Timeline:
         return {rank: _peak(spans, "I", ("W",)) for rank, spans in self.by_rank.items()}
 
     @property
+    def durations(self) -> dict[tuple[int, str, int], float]:
+        """Duration of each computation by (stage, kind, microbatch): the sum of its pieces."""
+        found: defaultdict[tuple[int, str, int], float] = defaultdict(float)
+        for span in self.spans:
+            found[span.stage, span.kind, span.microbatch] += span.end_s - span.start_s
+        return dict(found)
+
+    @property
     def mean_durations(self) -> dict[tuple[int, str], float]:
         """Mean duration by (stage, kind)."""
         found: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
-        for span in self.spans:
-            found[span.stage, span.kind].append(span.end_s - span.start_s)
+        for (stage, kind, _), duration in self.durations.items():
+            found[stage, kind].append(duration)
         return {key: sum(durations) / len(durations) for key, durations in found.items()}
 
     def order(self, rank: int) -> tuple[str, ...]:
-        """What a rank computed, as `Action`s are written: stage, kind, microbatch."""
-        return tuple(f"{s.stage}{s.kind}{s.microbatch}" for s in self.by_rank[rank])
+        """What a rank computed, as `Action`s are written: stage, kind, microbatch.
+
+        Each once, where its first piece is.
+        """
+        written = (f"{s.stage}{s.kind}{s.microbatch}" for s in self.by_rank[rank])
+        return tuple(dict.fromkeys(written))
 
 
 def write_trace(path: Path, timelines: Mapping[str, Timeline]) -> None:
@@ -165,17 +179,21 @@ def read_trace(path: Path) -> dict[str, Timeline]:
 
 
 def _peak(spans: Iterable[Span], opens: str, closes: tuple[str, ...]) -> int:
-    """Most pairs at once between two kinds of spans; 0 where the second kind never comes."""
+    """Most (stage, microbatch) at once from the first piece of one kind to the last of another.
+
+    0 where the second kind never comes.
+    """
+    found = [(span.kind, (span.stage, span.microbatch)) for span in spans]
+    last = {key: number for number, (kind, key) in enumerate(found) if kind in closes}
     live: set[tuple[int, int]] = set()
-    peak, closed = 0, False
-    for span in spans:
-        if span.kind == opens:
-            live.add((span.stage, span.microbatch))
+    peak = 0
+    for number, (kind, key) in enumerate(found):
+        if kind == opens:
+            live.add(key)
             peak = max(peak, len(live))
-        elif span.kind in closes:
-            live.discard((span.stage, span.microbatch))
-            closed = True
-    return peak if closed else 0
+        elif last.get(key) == number:
+            live.discard(key)
+    return peak if last else 0
 
 
 def _label(what: str, process: int, thread: int, name: str) -> dict[str, Any]:

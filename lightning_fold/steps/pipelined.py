@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
@@ -32,6 +33,7 @@ from lightning_fold.pipeline.placement import Placement
 from lightning_fold.pipeline.probe import probe
 from lightning_fold.pipeline.schedules import Plan, actions_of
 from lightning_fold.pipeline.short import actions_of_few, is_too_few, nearest_count
+from lightning_fold.pipeline.woven import Weaving, WeavingPlan, plan_weaving
 from lightning_fold.steps.closure import check_module, fire_backward_hooks, install_closure
 from lightning_fold.steps.joined import joined
 from lightning_fold.steps.logs import MicrobatchLogs
@@ -41,6 +43,13 @@ from lightning_fold.steps.step import CoreGate, StepContext, UserStep
 from lightning_fold.topology.comm import Comm
 
 MICROBATCHES_PER_STAGE = 4
+
+
+class StagesWoven(NamedTuple):
+    """Stages of one rank that run in pieces, and why others do not."""
+
+    stages: tuple[int, ...]
+    reasons: dict[int, str]
 
 
 class PipelinedSteps:
@@ -56,6 +65,7 @@ class PipelinedSteps:
         executor: Runs schedules; tells what it has seen of the latest one.
         cut: What is left of the model on this rank; from `leave_own` on.
         plan: Of the latest step.
+        weaving: Stages that run in pieces; None without `pipeline_overlap`.
     """
 
     def __init__(
@@ -75,6 +85,9 @@ class PipelinedSteps:
         self._cut: CutModel | None = None
         self._layout: Layout | None = None
         self._folded: FoldedModel | None = None
+        self._weaving_plan: WeavingPlan | None = None
+        self.weaving: Weaving | None = None
+        self._woven: list[StagesWoven] = []
 
     @property
     def cut(self) -> CutModel:
@@ -101,6 +114,9 @@ class PipelinedSteps:
         self._layout = self._laid_out(parts)
         placement = Placement(self._layout, self.ranks, self.comm.rank("pp"))
         self._check_no_idle_rank(placement)
+        if self.config.pipeline_overlap:
+            tp = self.comm.size("tp")
+            self._weaving_plan = plan_weaving(root, parts, anatomy, placement, tp=tp)
         self._cut = cut(root, parts, decoder, routers, anatomy=anatomy, placement=placement)
         return self._cut
 
@@ -124,7 +140,13 @@ class PipelinedSteps:
     def describe(self) -> str:
         """The line that set-up logs: schedule, layout, and where each stage runs."""
         ranks = " ".join(str(rank) for rank in self.ranks)
-        return f"  pipeline: {self.config.pipeline_schedule}, {self._layout} on pp ranks {ranks}"
+        line = f"  pipeline: {self.config.pipeline_schedule}, {self._layout} on pp ranks {ranks}"
+        if not self._woven:
+            return line
+        woven = sorted(stage for weaving in self._woven for stage in weaving.stages)
+        plain = sorted(pair for weaving in self._woven for pair in weaving.reasons.items())
+        lines = [line, f"  woven stages: {', '.join(map(str, woven)) or 'none'}"]
+        return "\n".join(lines + [f"  stage {i} is not woven: {why}" for i, why in plain])
 
     def start(
         self,
@@ -143,6 +165,10 @@ class PipelinedSteps:
         self._folded = folded
         self._forward_context, self._scale = forward_context, scale
         self.gate.install(folded.parts.core)
+        if self._weaving_plan is not None:
+            repeats = self.config.activation_checkpointing == "full"
+            self.weaving = self._weaving_plan.finish(folded, repeats=repeats)
+            self._woven = self._told_of_stages(self.weaving)
         self._context = StepContext(
             module=self.module,
             folded=folded,
@@ -151,7 +177,15 @@ class PipelinedSteps:
             logs=self.logs,
             forward_context=forward_context,
             scale=self._share_of,
+            weaving=self.weaving,
         )
+
+    def _told_of_stages(self, weaving: Weaving) -> list[StagesWoven]:
+        """What the ranks of this pipeline weave. Collective over pp."""
+        told: list[Any] = [None] * self.comm.size("pp")
+        own = StagesWoven(tuple(weaving.stages), dict(weaving.reasons))
+        dist.all_gather_object(told, own, group=self.comm.meshes.group("pp"))
+        return told
 
     def set_up(self, trainer: Trainer) -> None:
         """Prepare one run of `trainer`.
@@ -309,7 +343,10 @@ class PipelinedSteps:
                 "or drop_last=True where it is the last one, avoid it."
             )
             return actions_of_few(num_microbatches=count, **shape)
-        return actions_of(num_microbatches=count, forward_only=forward_only, **shape)
+        overlap = self.config.pipeline_overlap and not forward_only
+        return actions_of(
+            num_microbatches=count, forward_only=forward_only, overlap=overlap, **shape
+        )
 
     def _from_last(self, loss: Tensor | None) -> Tensor:
         """The loss of the last stage, on every rank. Collective over pp."""

@@ -10,9 +10,10 @@ core with the arguments that were caught.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,15 +21,21 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from fold_kernels.weight_store import WeightStore
 from lightning_fold.model.fold import FoldedModel
 from lightning_fold.model.passage import StageOutput
 from lightning_fold.model.structure import SLICED_OUTPUTS
 from lightning_fold.moe import balance
+from lightning_fold.moe.tokens import repeating
 from lightning_fold.pipeline.executor import Border
+from lightning_fold.pipeline.segments import LayerCall
 from lightning_fold.pipeline.stage import StageRunner
+from lightning_fold.pipeline.tape import Context, Steps
+from lightning_fold.pipeline.woven import Weaving
 from lightning_fold.steps.logs import MicrobatchLogs
 from lightning_fold.steps.microbatches import Pieces, fresh
 from lightning_fold.steps.randomness import Generators, draw_seed, seed_stage
+from lightning_fold.steps.woven import Around, StageCalls, StagePass, stage_steps
 
 PROTOCOL = (
     "call the core once, and use nothing of it but what the call returns; or the module has "
@@ -105,6 +112,7 @@ class StepContext:
         logs: Records what microbatches log.
         forward_context: Lightning's precision context of a step's forward, by its name.
         scale: Turns a microbatch's share of the loss into the root of its backward.
+        weaving: Stages that run in pieces; None where none does.
     """
 
     module: LightningModule
@@ -114,6 +122,7 @@ class StepContext:
     logs: MicrobatchLogs
     forward_context: Callable[[str], AbstractContextManager[Any]]
     scale: Callable[[Tensor], Tensor]
+    weaving: Weaving | None = None
 
 
 @dataclass
@@ -218,23 +227,78 @@ class UserStep:
         self, stage: int, microbatch: int, hidden: Tensor | None, loads: Tensor | None
     ) -> StageOutput | Tensor | None:
         """Run a stage."""
-        stages, gate = self.context.stages, self.context.gate
+        stages = self.context.stages
         if stages.is_empty(stage):
             assert hidden is not None
             passed = None if loads is None else loads.view_as(loads)
             return StageOutput(hidden.view_as(hidden), passed)
-        gate.seed, gate.stage, gate.calls = self._seeds[microbatch], stage, 0
+        precision = self.context.forward_context(self.name)
+        with self._open(stage, microbatch), precision, stages.entered(stage, hidden, loads):
+            is_last = stages.is_last(stage)
+            return self._last(microbatch) if is_last else self._call_core(microbatch)
+
+    def weaves(self, stage: int) -> bool:
+        """Whether a stage runs in pieces."""
+        weaving = self.context.weaving
+        return weaving is not None and stage in weaving.stages
+
+    def steps(
+        self,
+        stage: int,
+        microbatch: int,
+        inputs: tuple[Tensor, ...],
+        *,
+        clock: Context,
+        store: WeightStore | None,
+    ) -> Steps[StagePass]:
+        """Run a stage in pieces, as a pass of `pipeline.tape`."""
+        context, weaving = self.context, self.context.weaving
+        assert weaving is not None, "a stage is woven"
+        watch = context.folded.watch
+        precision = partial(context.forward_context, self.name)
+        around = Around(watch, precision, store, is_random=weaving.is_random)
+        calls = StageCalls(
+            before=partial(self._before, stage, microbatch),
+            behind=partial(self._behind, stage, microbatch)
+            if context.stages.is_last(stage)
+            else None,
+            balance=context.folded.balance,
+            core=context.folded.parts.core,
+        )
+        return stage_steps(stage, weaving, calls, around, watch=watch, inputs=inputs, clock=clock)
+
+    def _before(
+        self, stage: int, m: int, hidden: Tensor | None, loads: Tensor | None
+    ) -> tuple[Tensor, list[LayerCall]]:
+        stages = self.context.stages
+        with self._open(stage, m), stages.entered(stage, hidden, loads, "before"):
+            out = self._call_core(m)
+            return out.hidden, stages.passage.calls
+
+    def _behind(self, stage: int, m: int, hidden: Tensor, loads: Tensor | None) -> Tensor:
+        stages = self.context.stages
+        # `_before` has called the core for this forward.
+        with self._open(stage, m), repeating(), stages.entered(stage, hidden, loads, "behind"):
+            root = self._last(m)
+            assert root is not None, "evaluation is not woven"
+            return root
+
+    @contextmanager
+    def _open(self, stage: int, m: int) -> Iterator[None]:
+        """Let the core be called once, for a microbatch on a stage."""
+        gate = self.context.gate
+        gate.seed, gate.stage, gate.calls = self._seeds[m], stage, 0
         gate.refuse = self._refuse
-        self._set_share(microbatch)
+        self._set_share(m)
         try:
-            with self.context.forward_context(self.name), stages.entered(stage, hidden, loads):
-                if stages.is_last(stage):
-                    return self._last(microbatch)
-                args, kwargs = self._calls[microbatch]
-                out: StageOutput = self.context.folded.parts.core(*args, **kwargs)
-                return out
+            yield
         finally:
             gate.seed = gate.output = None
+
+    def _call_core(self, m: int) -> StageOutput:
+        args, kwargs = self._calls[m]
+        out: StageOutput = self.context.folded.parts.core(*args, **kwargs)
+        return out
 
     def _last(self, m: int) -> Tensor | None:
         self._starts[m].restore()

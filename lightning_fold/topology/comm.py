@@ -8,7 +8,9 @@ has; even ones use the tensor collectives.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from lightning_fold.telemetry import CollectiveBytes, Telemetry
+from lightning_fold.telemetry import CollectiveBytes, Flight, Telemetry
 from lightning_fold.topology.meshes import Meshes
 
 # torch 2.13 renames the tensor collectives and warns about the older names.
@@ -31,11 +33,22 @@ class Pending:
         out: Where the result arrives.
         work: The handle of c10d; None where nothing is outstanding.
         sent: What is sent; kept alive until it has arrived.
+        flight: Notes when it leaves, arrives and is waited for; None where nobody asks.
     """
 
-    def __init__(self, out: Tensor, work: Any = None, *, sent: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        out: Tensor,
+        work: Any = None,
+        *,
+        sent: Tensor | None = None,
+        flight: FlightLog | None = None,
+    ) -> None:
         self._out, self._work, self._sent = out, work, sent
         self._last: Callable[[Tensor], Tensor] | None = None
+        self._flight = flight if work is not None else None
+        if self._flight is not None:
+            self._flight.watch(work)
 
     def then(self, last: Callable[[Tensor], Tensor]) -> Pending:
         """The same collective, whose result goes through `last`."""
@@ -44,10 +57,44 @@ class Pending:
 
     def wait(self) -> Tensor:
         """The result."""
-        if self._work is not None:
+        if self._flight is not None:
+            self._flight.wait(self._work)
+        elif self._work is not None:
             self._work.wait()
-        self._work = self._sent = None
+        self._work = self._sent = self._flight = None
         return self._out if self._last is None else self._last(self._out)
+
+
+class FlightLog:
+    """Emits a `Flight` when a collective has been waited for; host clock.
+
+    Args:
+        axis: Whose ranks take part.
+        operation: Its name.
+        telemetry: Where to.
+    """
+
+    def __init__(self, axis: str, operation: str, telemetry: Telemetry) -> None:
+        self._name, self._telemetry = (axis, operation), telemetry
+        self._issued, self._arrived = perf_counter(), threading.Event()
+        self._arrived_s = 0.0
+
+    def watch(self, work: Any) -> None:
+        """Note when `work` is done."""
+        work.get_future().then(self._land)
+
+    def _land(self, _: Any) -> None:
+        self._arrived_s = perf_counter()
+        self._arrived.set()
+
+    def wait(self, work: Any) -> None:
+        """Wait for `work`, and tell."""
+        began = perf_counter()
+        work.wait()
+        ended = perf_counter()
+        # The callback may be a moment late; the wait's own end bounds the arrival.
+        arrived = min(self._arrived_s, ended) if self._arrived.is_set() else ended
+        self._telemetry.emit(Flight(*self._name, self._issued, arrived, ended - began))
 
 
 class Works(tuple[Any, ...]):
@@ -117,18 +164,35 @@ class Comm:
         return self._all_to_all(x, send, recv, axis=axis, is_async=False).wait()
 
     def start_all_to_all_rows(
-        self, x: Tensor, send: Sequence[int], recv: Sequence[int], *, axis: str
+        self,
+        x: Tensor,
+        send: Sequence[int],
+        recv: Sequence[int],
+        *,
+        axis: str,
+        tells: bool = False,
     ) -> Pending:
-        """`all_to_all_rows` on the wire. Collective over `axis`."""
-        return self._all_to_all(x, send, recv, axis=axis, is_async=True)
+        """`all_to_all_rows` on the wire. Collective over `axis`.
+
+        Args:
+            x: Rows.
+            send: Rows to each peer.
+            recv: Rows from each peer.
+            axis: Whose ranks take part.
+            tells: Whether it is a few numbers that must not queue behind rows: they have a process
+                group of their own where passes are woven.
+        """
+        return self._all_to_all(x, send, recv, axis=axis, is_async=True, tells=tells)
 
     def all_gather_rows(self, x: Tensor, sizes: Sequence[int], *, axis: str) -> Tensor:
         """Concatenate every peer's rows; peer i holds `sizes[i]`. Collective over `axis`."""
         return self._gather(x, sizes, axis=axis, is_async=False).wait()
 
-    def start_all_gather_rows(self, x: Tensor, sizes: Sequence[int], *, axis: str) -> Pending:
-        """`all_gather_rows` on the wire. Collective over `axis`."""
-        return self._gather(x, sizes, axis=axis, is_async=True)
+    def start_all_gather_rows(
+        self, x: Tensor, sizes: Sequence[int], *, axis: str, tells: bool = False
+    ) -> Pending:
+        """`all_gather_rows` on the wire. Collective over `axis`; `tells` as above."""
+        return self._gather(x, sizes, axis=axis, is_async=True, tells=tells)
 
     def reduce_scatter_rows(self, x: Tensor, sizes: Sequence[int], *, axis: str) -> Tensor:
         """Sum over peers, each keeping its own `sizes[rank]` rows. Collective over `axis`."""
@@ -139,27 +203,39 @@ class Comm:
         return self._reduce_scatter(x, sizes, axis=axis, is_async=True)
 
     def _all_to_all(
-        self, x: Tensor, send: Sequence[int], recv: Sequence[int], *, axis: str, is_async: bool
+        self,
+        x: Tensor,
+        send: Sequence[int],
+        recv: Sequence[int],
+        *,
+        axis: str,
+        is_async: bool,
+        tells: bool = False,
     ) -> Pending:
         if self.size(axis) == 1:
             return Pending(x)
         self._count(axis, "all_to_all", x)
-        x, out, group = x.contiguous(), x.new_empty(sum(recv), *x.shape[1:]), self._group(axis)
-        sizes = list(recv), list(send)
+        x, out = x.contiguous(), x.new_empty(sum(recv), *x.shape[1:])
+        sizes, group = (list(recv), list(send)), self.meshes.group(axis, tells=tells)
+        flight = None if tells else self._flight(x, axis, "all_to_all", is_async=is_async)
         work = dist.all_to_all_single(out, x, *sizes, group=group, async_op=is_async)
-        return Pending(out, work, sent=x)
+        return Pending(out, work, sent=x, flight=flight)
 
-    def _gather(self, x: Tensor, sizes: Sequence[int], *, axis: str, is_async: bool) -> Pending:
+    def _gather(
+        self, x: Tensor, sizes: Sequence[int], *, axis: str, is_async: bool, tells: bool = False
+    ) -> Pending:
         parts = self.size(axis)
         if parts == 1:
             return Pending(x)
         if len(set(sizes)) > 1:
             copies, each = x.repeat(parts, *[1] * (x.dim() - 1)), [x.shape[0]] * parts
-            return self._all_to_all(copies, each, sizes, axis=axis, is_async=is_async)
+            return self._all_to_all(copies, each, sizes, axis=axis, is_async=is_async, tells=tells)
         self._count(axis, "all_gather", x)
         x, out = x.contiguous(), x.new_empty(sum(sizes), *x.shape[1:])
-        work = _all_gather(out, x, group=self._group(axis), async_op=is_async)
-        return Pending(out, work, sent=x)
+        flight = None if tells else self._flight(x, axis, "all_gather", is_async=is_async)
+        group = self.meshes.group(axis, tells=tells)
+        work = _all_gather(out, x, group=group, async_op=is_async)
+        return Pending(out, work, sent=x, flight=flight)
 
     def _reduce_scatter(
         self, x: Tensor, sizes: Sequence[int], *, axis: str, is_async: bool
@@ -174,11 +250,15 @@ class Comm:
             return pending.then(lambda received: received.view(shape).sum(0))
         self._count(axis, "reduce_scatter", x)
         x, out = x.contiguous(), x.new_empty(mine, *x.shape[1:])
-        work = _reduce_scatter(out, x, group=self._group(axis), async_op=is_async)
-        return Pending(out, work, sent=x)
+        flight = self._flight(x, axis, "reduce_scatter", is_async=is_async)
+        work = _reduce_scatter(out, x, group=self.meshes.group(axis), async_op=is_async)
+        return Pending(out, work, sent=x, flight=flight)
 
-    def _group(self, axis: str) -> dist.ProcessGroup:
-        return self.meshes.group(axis)
+    def _flight(self, x: Tensor, axis: str, operation: str, *, is_async: bool) -> FlightLog | None:
+        # On a GPU the stream waits and the host's clock says nothing.
+        if not (is_async and x.device.type == "cpu" and self.telemetry.wants(Flight)):
+            return None
+        return FlightLog(axis, operation, self.telemetry)
 
     def start_shift(self, x: Tensor, *, shape: Sequence[int], axis: str) -> Pending:
         """Begin to send `x` to the next rank of `axis`, the last one's next being the first.

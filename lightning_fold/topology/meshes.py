@@ -37,6 +37,7 @@ class Meshes:
         dense: Axes (pp, dp_cp, tp), the storage mesh of dense parameters.
         stage: Axes (pp, stage).
         by_folding: The same with another MoE mesh, for layers whose experts are divided otherwise.
+        telling: By axis, a second process group for a few numbers; empty where none is needed.
     """
 
     folding: Folding
@@ -45,6 +46,7 @@ class Meshes:
     dense: DeviceMesh
     stage: DeviceMesh
     by_folding: Mapping[Folding, Meshes] = field(default_factory=dict)
+    telling: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
 
     def of(self, folding: Folding | None) -> Meshes:
         """The meshes of a layer with its own folding; these, where it has none."""
@@ -58,9 +60,10 @@ class Meshes:
         """This rank's coordinate on `axis`."""
         return self.mesh(axis).get_local_rank()
 
-    def group(self, axis: str) -> dist.ProcessGroup:
-        """The process group of this rank on `axis`."""
-        return self.mesh(axis).get_group()
+    def group(self, axis: str, *, tells: bool = False) -> dist.ProcessGroup:
+        """The process group of this rank on `axis`; with `tells` the one for a few numbers."""
+        own = self.telling.get(axis) if tells else None
+        return self.mesh(axis).get_group() if own is None else own
 
     def mesh(self, axis: str) -> DeviceMesh:
         """The one-dimensional mesh of this rank on `axis`."""
@@ -76,6 +79,7 @@ def build_meshes(
     *,
     layer_foldings: Iterable[Folding] = (),
     timeout: timedelta | None = None,
+    tells_apart: bool = False,
 ) -> Meshes:
     """Create the process groups and the meshes on them.
 
@@ -88,6 +92,8 @@ def build_meshes(
         device_type: Of the meshes.
         layer_foldings: Foldings of single layers; they differ from `folding` in etp and ep only.
         timeout: Bounds every collective of the groups; None takes c10d's default.
+        tells_apart: Whether ep and etp get second groups, on which numbers do not queue behind
+            rows: a communicator of NCCL does one thing at a time, one of Gloo two.
     """
     f, world = folding, torch.arange(dist.get_world_size())
     others = sorted(set(layer_foldings) - {f}, key=lambda other: other.mapping_id)
@@ -107,11 +113,22 @@ def build_meshes(
         own = [groups[_my_ranks(grid, dim)] for dim in range(grid.dim())]
         return DeviceMesh.from_group(own, device_type, mesh=grid, mesh_dim_names=axes)
 
+    def telling(grid: torch.Tensor) -> dict[str, dist.ProcessGroup]:
+        axes = [axis for axis in ("ep", "etp") if tells_apart]
+        ranks = {axis: _my_ranks(grid, MOE_AXES.index(axis)) for axis in axes}
+        return {
+            axis: _new_group(own, desc=f"{axis} counts", timeout=timeout)
+            for axis, own in ranks.items()
+            if len(own) > 1
+        }
+
     attention, moe, dense, stage = (view(axes, grid) for axes, grid in grids.items())
-    meshes = Meshes(folding, attention, moe, dense, stage)
+    counts = telling(grids[MOE_AXES])
+    meshes = Meshes(folding, attention, moe, dense, stage, telling=counts)
     by_folding = {
-        other: replace(meshes, folding=other, moe=view(MOE_AXES, _moe_grid(other, world)))
+        other: replace(meshes, folding=other, moe=view(MOE_AXES, grid), telling=telling(grid))
         for other in others
+        for grid in [_moe_grid(other, world)]
     }
     return replace(meshes, by_folding=by_folding)
 
@@ -141,6 +158,12 @@ def _my_ranks(grid: torch.Tensor, dim: int) -> tuple[int, ...]:
 def _group(ranks: tuple[int, ...], *, desc: str, timeout: timedelta | None) -> dist.ProcessGroup:
     if len(ranks) == dist.get_world_size():
         return cast("dist.ProcessGroup", dist.group.WORLD)
+    return _new_group(ranks, desc=desc, timeout=timeout)
+
+
+def _new_group(
+    ranks: tuple[int, ...], *, desc: str, timeout: timedelta | None
+) -> dist.ProcessGroup:
     # Local synchronisation: a rank outside the group need not take part, so creation costs the
     # number of groups a rank is in, not the number in the world.
     group = dist.new_group(

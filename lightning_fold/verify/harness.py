@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_fold.model import decoder
+from lightning_fold.moe.tokens import in_backward
 from lightning_fold.strategy import FoldedMoEStrategy
 from lightning_fold.topology.doctor import DEGREE_FIELDS
 from lightning_fold.verify import cases
@@ -50,6 +51,8 @@ class BatchTap(cases.RoutingTap):
         """Keep one decision, with the microbatch that it is of."""
         strategy = self.strategy()
         assert strategy.tokens.moe is not None
+        if in_backward():
+            return
         self.places[self.batch] = strategy.tokens.moe.places_s
         self._parts[layer].append((self.batch, microbatch_of(strategy), index_TK))
 
@@ -215,6 +218,7 @@ def mapping_options(case: Case) -> dict[str, Any]:
             "virtual_pipeline_size": case.virtual_stages,
             "num_microbatches": case.num_microbatches,
             "pipeline_layout": case.layout,
+            "pipeline_overlap": case.overlap,
         }
     return options | dict(FEATURES[case.feature].strategy)
 

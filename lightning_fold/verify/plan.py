@@ -40,6 +40,7 @@ class Case:
         virtual_stages: See `FoldedConfig.virtual_pipeline_size`.
         num_microbatches: See `FoldedConfig.num_microbatches`.
         layout: See `FoldedConfig.pipeline_layout`.
+        overlap: See `FoldedConfig.pipeline_overlap`.
     """
 
     model: str
@@ -55,6 +56,7 @@ class Case:
     virtual_stages: int = 1
     num_microbatches: int | None = None
     layout: str | None = None
+    overlap: bool = False
 
     @property
     def folding(self) -> Folding:
@@ -88,7 +90,8 @@ class Case:
             return ""
         virtual = f".v{self.virtual_stages}" if self.virtual_stages > 1 else ""
         layout = f".{self.layout.replace('|', '_')}" if self.layout else ""
-        return f".{self.schedule}{virtual}.n{self.num_microbatches}{layout}"
+        woven = "-woven" if self.overlap else ""
+        return f".{self.schedule}{woven}{virtual}.n{self.num_microbatches}{layout}"
 
     @property
     def _options(self) -> str:

@@ -65,6 +65,7 @@ class Way:
     virtual_stages: int
     num_microbatches: int
     layout: str | None = None
+    overlap: bool = False
 
     def case(self, model: str, mapping: str, *, feature: str = "", clip: bool = False) -> Case:
         """A case that runs in this way."""
@@ -75,6 +76,7 @@ class Way:
             virtual_stages=self.virtual_stages,
             num_microbatches=self.num_microbatches,
             layout=self.layout,
+            overlap=self.overlap,
         )
 
 
@@ -107,6 +109,20 @@ STAGES = {
     "delayed": _ZBV.case("decoder", _PP2),
 }
 """Cases that notice the faults of pipelines."""
+
+
+_WOVEN = Way("1f1b", 1, 5, overlap=True)
+_WOVEN_TWICE = Way("interleaved_1f1b", 2, 4, FOUR, overlap=True)
+_WOVEN_DUAL = Way("dualpipev", 2, 5, FOUR_WITH_AN_EMPTY_ONE, overlap=True)
+WOVEN = (
+    _WOVEN.case("decoder", _PP2),
+    _WOVEN.case("decoder-shared-bias", _DP2, feature="aux", clip=True),
+    _WOVEN_TWICE.case("mixtral", _TP2, feature="full"),
+    _WOVEN_DUAL.case("qwen3_moe", _DP2, feature="selective"),
+    _WOVEN_DUAL.case("decoder", _ETP2, feature="full"),
+    _WOVEN_TWICE.case("decoder-groups", _CP2, feature="bias"),
+)
+"""Woven schedules; every test run sees them."""
 
 
 def pipelines(world: int) -> list[Case]:

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_fold.verify.compare import Outcome
 from lightning_fold.verify.plan import WORLDS, Case
-from lightning_fold.verify.plan_pipelines import QUICK, Way, pipelines
+from lightning_fold.verify.plan_pipelines import QUICK, WOVEN, Way, pipelines
 
 # A world's ranks run all their cases inside the first test of that world.
 pytestmark = pytest.mark.timeout(3600)
@@ -16,13 +16,13 @@ pytestmark = pytest.mark.timeout(3600)
 
 def as_param(case: Case) -> object:
     marks = [pytest.mark.dist(case.folding.world)]
-    marks += [] if case in QUICK else [pytest.mark.slow]
+    marks += [] if case in (*QUICK, *WOVEN) else [pytest.mark.slow]
     return pytest.param(case, id=case.key, marks=marks)
 
 
 # In a V the second rank has the two stages in the middle.
 IDLE = Way("zbv", 2, 4, "Ettt|||L").case("decoder", "tp1cp1dp1pp2-etp1ep1edp1")
-ALL = dict.fromkeys([*QUICK, *(case for world in WORLDS for case in pipelines(world))])
+ALL = dict.fromkeys([*QUICK, *WOVEN, *(case for world in WORLDS for case in pipelines(world))])
 
 
 @pytest.mark.parametrize("case", [as_param(case) for case in ALL])

@@ -40,6 +40,7 @@ PIPELINES = {
     "num_microbatches": 4,
     "microbatch_size": 1,
     "pipeline_layout": "Et|tL",
+    "pipeline_overlap": True,
 }
 NAMES = [field.name for field in fields(FoldedConfig)]
 

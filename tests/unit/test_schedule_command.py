@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lightning_fold import cli_schedule
 from lightning_fold.cli import main
 from lightning_fold.pipeline.timeline import read_trace
 
@@ -88,6 +89,78 @@ def test_json_of_one_schedule(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["bubble"] == pytest.approx(1.5 / 25.5)
 
 
+def test_a_woven_schedule_is_shown_beside_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--pp", "4", "--microbatches", "8", "--schedule", "1f1b", "--overlap"]
+    lines = run(capsys, *words).splitlines()
+    rows = [line.split() for line in lines[3:6]]
+    assert rows[0] == ["1f1b", "(woven)", "1", "27.3%", "33.00", "8", "8", "6", "4", "2"]
+    assert rows[1] == ["1f1b", "1", "27.3%", "33.00", "4", "4", "3", "2", "1", "(to", "compare)"]
+    assert rows[2][0] == "gpipe"
+    assert lines[6] == ""
+    words[5] = "dualpipev"
+    lines = run(capsys, *words, "--vpp", "2").splitlines()
+    assert [line.split()[0] for line in lines[3:7]] == ["dualpipev", "dualpipev", "1f1b", "gpipe"]
+    assert [line.split()[-6] for line in lines[3:4]] == ["27.00"]
+    assert "(bubble 27.3% against 27.3%)" in lines[-1]
+
+
+def test_all_schedules_are_shown_with_those_that_weave(capsys: pytest.CaptureFixture[str]) -> None:
+    # With hops, the woven 1f1b and the other one differ in the line about memory as well.
+    words = ["--pp", "4", "--microbatches", "8", "--hop", "0.1"]
+    plain = run(capsys, *words).splitlines()
+    lines = run(capsys, *words, "--overlap").splitlines()
+    names = [line.split("  ")[0] for line in lines[3:12]]
+    assert [name for name in names if "(woven)" in name] == [
+        "1f1b (woven)",
+        "interleaved_1f1b (woven)",
+        "dualpipev (woven)",
+    ]
+    assert [line for line in lines if "(woven)" not in line] == plain
+    found = figures(capsys, *words, "--overlap")["schedules"]
+    assert [row["overlap"] for row in found] == [
+        False,
+        False,
+        True,
+        False,
+        True,
+        *[False] * 3,
+        True,
+    ]
+    # Too few microbatches are refused once.
+    few = run(capsys, "--pp", "4", "--microbatches", "7", "--overlap").splitlines()
+    refused = [line.split("'")[1] for line in few if line.startswith("refused: ")]
+    assert refused == ["zbv", "dualpipev"]
+
+
+def test_json_has_the_pairs_of_each_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--pp", "4", "--microbatches", "8", "--schedule", "1f1b"]
+    found = figures(capsys, *words, "--overlap")
+    assert (found["overlap"], found["pairs"]) == (True, [1, 3, 5, 7])
+    assert found["live_microbatches"] == [8, 6, 4, 2]
+    found = figures(capsys, *words)
+    assert (found["overlap"], found["pairs"]) == (False, [0, 0, 0, 0])
+
+
+def test_a_woven_picture_and_trace_say_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    titles: list[Any] = []
+    monkeypatch.setattr(
+        cli_schedule,
+        "draw_timelines",
+        lambda timelines, path, **kwargs: titles.append((kwargs["title"], list(timelines))),
+    )
+    trace = tmp_path / "trace.json"
+    words = ["--pp", "2", "--microbatches", "4", "--schedule", "1f1b", "--trace", str(trace)]
+    run(capsys, *words, "--overlap", "--png", str(tmp_path / "a.png"))
+    run(capsys, *words[:-2], "--png", str(tmp_path / "a.png"))
+    assert titles == [
+        ("pp 2, 4 microbatches, woven", ["1f1b (woven), vpp 1"]),
+        ("pp 2, 4 microbatches", ["1f1b, vpp 1"]),
+    ]
+    assert list(read_trace(trace)) == ["1f1b (woven), vpp 1"]
+
+
 def test_costs_are_those_of_a_whole_rank(capsys: pytest.CaptureFixture[str]) -> None:
     costs = ["--forward", "2", "--input-grad", "3", "--weight-grad", "1", "--hop", "0.5"]
     words = ["--pp", "2", "--microbatches", "4", *costs, "--schedule"]
@@ -129,6 +202,11 @@ def test_files_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         ("--pp 2 --microbatches 0 --schedule 1f1b", 1, "Change `--microbatches`."),
         ("--pp 4 --microbatches 8 --schedule interleaved_1f1b --group 2", 1, "Change `--group`."),
         ("--pp 4 --microbatches 8 --schedule zbv --group 4", 1, "has no groups of microbatches"),
+        (
+            "--pp 4 --microbatches 8 --schedule zbv --overlap",
+            1,
+            "'dualpipev'.  Change `--overlap` or `--schedule`.",
+        ),
         ("--pp 4 --microbatches 8 --hop nan", 1, "hop=nan is no duration"),
         ("--pp 4 --microbatches 8 --input-grad -1", 1, "Change `--input-grad`."),
         ("--pp 4096 --microbatches 4096 --schedule 1f1b", 2, "4096*1*4096 = 16777216 is more than"),

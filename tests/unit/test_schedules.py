@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import lightning_fold
 from lightning_fold.pipeline import actions as ir
-from lightning_fold.pipeline import schedules, simulate
+from lightning_fold.pipeline import registry as entries
+from lightning_fold.pipeline import simulate
 from lightning_fold.pipeline.actions import Action, B, F, I, W
 from lightning_fold.pipeline.schedules import SCHEDULES, Plan, actions_of, check_schedule
 
@@ -29,10 +30,10 @@ VPPS = {
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    before = dict(schedules._REGISTERED)
+    before = dict(entries._REGISTERED)
     yield
-    schedules._REGISTERED.clear()
-    schedules._REGISTERED.update(before)
+    entries._REGISTERED.clear()
+    entries._REGISTERED.update(before)
 
 
 @st.composite
@@ -77,6 +78,7 @@ def test_torch_has_every_name_that_is_used() -> None:
 def test_every_microbatch_is_computed_once_on_every_stage(plan: Plan) -> None:
     kinds = computed(plan)
     assert set(kinds.values()) == {1}
+    assert not plan.overlap
     for stage in range(plan.num_stages):
         for m in range(plan.num_microbatches):
             found = "".join(kind for kind in "FBIW" if (stage, m, kind) in kinds)
@@ -97,6 +99,7 @@ def test_forward_only_lists_run_for_any_number_of_microbatches(plan: Plan) -> No
     assert kinds == Counter((s, m, "F") for s in range(plan.num_stages) for m in every)
     assert last_forwards(plan) == list(every)
     assert not plan.delays_weights
+    assert not plan.overlap
     # Ranks work at the same time: within a few slots of the least possible.
     least = plan.num_microbatches * plan.vpp
     assert simulate(plan).makespan <= least + plan.num_stages + plan.pp

@@ -53,6 +53,41 @@ def test_live_pairs_are_counted_until_their_backward() -> None:
     assert both.peak_waiting == {0: 2}
 
 
+def woven_run() -> Timeline:
+    """One rank's pieces as a run records them: F0, F1, then F2 woven with B0."""
+    pieces = ["F0", "F0", "F1", "B0", "F2", "B0", "F2", "B0", "F2", "B1"]
+    return Timeline(
+        tuple(Span(0, 3, int(k[1]), k[0], float(i), i + 0.5) for i, k in enumerate(pieces))
+    )
+
+
+def test_pieces_of_a_computation_count_as_one() -> None:
+    run = woven_run()
+    assert run.order(0) == ("3F0", "3F1", "3B0", "3F2", "3B1")
+    assert run.durations == {
+        (3, "F", 0): 1.0,
+        (3, "F", 1): 0.5,
+        (3, "F", 2): 1.5,
+        (3, "B", 0): 1.5,
+        (3, "B", 1): 0.5,
+    }
+    assert run.mean_durations == {(3, "F"): 1.0, (3, "B"): 1.0}
+    assert run.busy == {0: 5.0}
+
+
+def test_a_backward_in_pieces_ends_with_the_last_of_them() -> None:
+    assert woven_run().peak_live == {0: 3}
+    assert woven_run().peak_live_of_stages == {3: 3}
+    # Without the pieces of B0 after the first one of F2.
+    early = Timeline(tuple(s for s in woven_run().spans if s.kind != "B" or s.start_s in (3, 9)))
+    assert early.peak_live == {0: 2}
+    delayed = ["F0", "F1", "I0", "I0", "I1", "W0", "I1", "W1", "W1"]
+    spans = [Span(0, 0, int(k[1]), k[0], float(i), i + 0.5) for i, k in enumerate(delayed)]
+    # The weight gradients of 0 are done before those of 1 are, and after I of 1 has begun.
+    assert Timeline(tuple(spans)).peak_waiting == {0: 2}
+    assert Timeline(tuple(spans)).peak_live == {0: 2}
+
+
 def test_nothing_is_kept_where_no_backward_follows() -> None:
     plan = actions_of("gpipe", pp=2, vpp=1, num_microbatches=3, forward_only=True)
     assert simulate(plan).peak_live == {0: 0, 1: 0}
@@ -181,6 +216,47 @@ def test_numbers_stay_inside_their_boxes() -> None:
     for text in axes.texts:
         assert text.get_window_extent().width < per_unit
         assert text.get_fontsize() >= 5
+
+
+def test_pieces_share_a_number_and_narrow_ones_have_no_edge() -> None:
+    pieces = 100
+    spans = [
+        Span(0, 0, m, kind, t + i / pieces, t + (i + 1) / pieces)
+        for t, (kind, m) in enumerate([("F", 4), ("F", 5), ("B", 4), ("B", 5)])
+        for i in range(pieces)
+    ]
+    whole = Timeline(tuple(Span(0, 0, m, "F", float(m), m + 1.0) for m in range(4)))
+    figure = picture._figure({"whole": whole, "pieces": Timeline(tuple(spans))}, title="", unit="s")
+    upper, lower = figure.axes
+    assert [text.get_text() for text in lower.texts] == ["4", "5", "4", "5"]
+    middles = [text.get_position()[0] for text in lower.texts]
+    assert middles == pytest.approx([0.5, 1.5, 2.5, 3.5])
+    assert sum(number for _, number in boxes(lower)) == 4 * pieces
+    assert {width for c in lower.collections for width in c.get_linewidths()} == {0.0}
+    assert {width for c in upper.collections for width in c.get_linewidths()} == {picture._EDGE}
+
+
+def test_numbers_are_in_the_pieces_of_a_woven_pair() -> None:
+    plan = actions_of("1f1b", pp=4, vpp=1, num_microbatches=8, overlap=True)
+    found = simulate(plan)
+    figure = picture._figure({"predicted": found}, title="", unit="s")
+    (axes,) = figure.axes
+    numbers = sorted(int(text.get_text()) for text in axes.texts)
+    assert numbers == sorted(span.microbatch for span in found.spans)
+
+
+def test_pieces_widen_a_picture_twice_at_most() -> None:
+    def width(pieces: int) -> float:
+        spans = [
+            Span(0, 0, m, "F", m + i / pieces, m + (i + 1) / pieces)
+            for m in range(80)
+            for i in range(pieces)
+        ]
+        figure = picture._figure({"run": Timeline(tuple(spans))}, title="", unit="s")
+        return float(figure.get_size_inches()[0])
+
+    assert width(2) == width(20)
+    assert width(2) - picture._SIDES == pytest.approx(2 * (width(1) - picture._SIDES))
 
 
 def test_panels_share_their_axis_and_show_both_bubbles() -> None:

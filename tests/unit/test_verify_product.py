@@ -255,7 +255,16 @@ def test_a_recipes_own_schedule_runs_every_pipeline() -> None:
             "virtual_stages": 2,
             "num_microbatches": 8,
             "layout": None,
+            "overlap": False,
         }
+
+
+def test_a_woven_recipe_is_verified_under_schedules_that_weave() -> None:
+    options = {"pipeline_overlap": True}
+    two = Folding.from_world(2, pp=2)
+    seen = [pipeline_of(two, turn=t, num_layers=3, rows=10, options=options) for t in range(6)]
+    assert {fields["schedule"] for fields in seen} == {"1f1b", "interleaved_1f1b", "dualpipev"}
+    assert all(fields["overlap"] for fields in seen)
 
 
 @pytest.mark.parametrize(("layers", "stages"), [(1, 2), (3, 4), (3, 8), (2, 8)])

@@ -24,27 +24,25 @@ import torch
 from torch import Tensor
 
 from fold_kernels.permute import order_of_chunks, permute, sort_by_expert, unpermute
-from lightning_fold.moe.dispatch.base import Work
-from lightning_fold.moe.dispatch.wire import Splits, Wire
+from lightning_fold.moe.dispatch.base import SegmentedDispatcher, Trip
+from lightning_fold.moe.dispatch.wire import Counts, Wire
 from lightning_fold.moe.experts import ExpertRows
 from lightning_fold.moe.routing import Routing
-from lightning_fold.topology.comm import Comm
+from lightning_fold.topology.comm import Comm, Pending
 
 
 @dataclass(frozen=True)
 class SentRows:
-    """Everything `combine` needs.
+    """Which row went where.
 
     Attributes:
         order_N: Row of a token that is sent i-th; those that are not sent come last.
         inverse_N: Place of every row in that order.
-        splits: Row counts of both exchanges.
         copies: Rows per token, K where each goes to one expert.
     """
 
     order_N: Tensor
     inverse_N: Tensor
-    splits: Splits
     copies: int
 
     def bring_home(self, rows_SD: Tensor) -> Tensor:
@@ -54,43 +52,71 @@ class SentRows:
         return unpermute(rows_ND, self.order_N, self.inverse_N, self.copies)
 
 
-class AllToAllDispatcher:
-    """Sends every routed row over ep and etp. One host synchronisation a layer, for the sizes.
+@dataclass(frozen=True)
+class Told:
+    """What has been sent ahead of the rows.
 
-    The exchange of the sizes overlaps the permutation.
+    Attributes:
+        sent: Their order.
+        rows_P: Rows to each ep peer.
+        relayed: The peers' counts, on their way.
     """
 
+    sent: SentRows
+    rows_P: Tensor
+    relayed: Pending
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What both ends know: the order here, and the counts of what arrives."""
+
+    sent: SentRows
+    counts: Counts
+
+
+class AllToAllDispatcher(SegmentedDispatcher[Told, Agreed]):
+    """Sends every routed row over ep and etp. One host synchronisation a layer, for the sizes."""
+
     def __init__(self, comm: Comm) -> None:
-        self.comm = comm
+        super().__init__(comm)
         self.wire = Wire(comm)
 
-    def dispatch(
-        self, x_TD: Tensor, routing: Routing, *, meanwhile: Work | None = None
-    ) -> tuple[ExpertRows, SentRows]:
-        """See `Dispatcher`. Collective over ep and etp."""
+    def begin(self, routing: Routing) -> Told:
+        """See `SegmentedDispatcher`. Collective over ep and etp."""
         counts_E = routing.counts_E()
         rows_P = counts_E.view(self.comm.size("ep"), -1).sum(1)
         told = self.wire.start_counts(routing, counts_E, rows_P)
         order_N, inverse_N = sort_by_expert(routing.kept_index_TK())
-        relayed = self.wire.relay_counts(told)
-        rows_ND = permute(x_TD, order_N, inverse_N, routing.top_k)
-        weights_N1 = routing.weights_TK.reshape(-1, 1).index_select(0, order_N)
-        counts = self.wire.agree(routing, rows_P, relayed)
-        splits, sent = counts.splits, sum(counts.splits.send)
-        rows, weights = (self.wire.send(x[:sent], splits) for x in (rows_ND, weights_N1))
-        if meanwhile is not None:
-            meanwhile()
-        # Rows arrive by etp peer, then source, then expert.
-        origin_R = order_of_chunks(counts.pairs_PSe.flatten(0, 1), sum(splits.experts))
-        arrived = ExpertRows(
-            source_SD=self.wire.arrive(rows, splits),
-            origin_R=origin_R,
-            weights_R=self.wire.arrive(weights, splits).squeeze(1).index_select(0, origin_R),
-            counts_e=counts.pairs_PSe.sum((0, 1)),
-            sizes=splits.experts,
-        )
-        return arrived, SentRows(order_N, inverse_N, splits, routing.top_k)
+        sent = SentRows(order_N, inverse_N, routing.top_k)
+        return Told(sent, rows_P, self.wire.relay_counts(told))
 
-    def combine(self, out_SD: Tensor, state: SentRows) -> Tensor:
-        """See `Dispatcher`. Collective over etp and ep."""
-        return state.bring_home(self.wire.send_back(out_SD, state.splits))
+    def pack(self, x_TD: Tensor, routing: Routing, begun: Told) -> tuple[Tensor, ...]:
+        """Rows and the weight of each."""
+        sent = begun.sent
+        weights_N1 = routing.weights_TK.reshape(-1, 1).index_select(0, sent.order_N)
+        return permute(x_TD, sent.order_N, sent.inverse_N, sent.copies), weights_N1
+
+    def settle(self, routing: Routing, begun: Told) -> Trip[Agreed]:
+        """See `SegmentedDispatcher`. Collective over ep and etp."""
+        counts = self.wire.agree(routing, begun.rows_P, begun.relayed)
+        hops = self.route_of(*self.wire.hops(counts.splits))
+        return Trip(hops, sum(counts.splits.send), Agreed(begun.sent, counts))
+
+    def arrive(self, parts: tuple[Tensor, ...], trip: Trip[Agreed]) -> ExpertRows:
+        """See `SegmentedDispatcher`."""
+        source_SD, weights_S1 = parts
+        counts = trip.state.counts
+        # Rows arrive by etp peer, then source, then expert.
+        origin_R = order_of_chunks(counts.pairs_PSe.flatten(0, 1), sum(counts.splits.experts))
+        return ExpertRows(
+            source_SD=source_SD,
+            origin_R=origin_R,
+            weights_R=weights_S1.squeeze(1).index_select(0, origin_R),
+            counts_e=counts.pairs_PSe.sum((0, 1)),
+            sizes=counts.splits.experts,
+        )
+
+    def bring_home(self, rows_ND: Tensor, trip: Trip[Agreed]) -> Tensor:
+        """See `SegmentedDispatcher`."""
+        return trip.state.sent.bring_home(rows_ND)

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from fold_kernels.permute import permute, sort_by_expert
-from lightning_fold.moe.dispatch.all_to_all import SentRows
-from lightning_fold.moe.dispatch.base import Work, expand
+from lightning_fold.moe.dispatch.all_to_all import Agreed, SentRows, Told
+from lightning_fold.moe.dispatch.base import SegmentedDispatcher, Trip, expand
 from lightning_fold.moe.dispatch.wire import Wire
 from lightning_fold.moe.experts import ExpertRows
 from lightning_fold.moe.routing import Routing
@@ -43,44 +43,57 @@ class Destinations:
     rows_P: Tensor
 
 
-class DedupDispatcher:
+@dataclass(frozen=True)
+class ToldOnce(Told):
+    """`Told`, and where the tokens go."""
+
+    goes: Destinations
+
+
+class DedupDispatcher(SegmentedDispatcher[ToldOnce, Agreed]):
     """Sends a token once to every ep rank that it needs. One host synchronisation a layer."""
 
     def __init__(self, comm: Comm) -> None:
-        self.comm = comm
+        super().__init__(comm)
         self.wire = Wire(comm)
 
-    def dispatch(
-        self, x_TD: Tensor, routing: Routing, *, meanwhile: Work | None = None
-    ) -> tuple[ExpertRows, SentRows]:
-        """See `Dispatcher`. Collective over ep and etp."""
+    def begin(self, routing: Routing) -> ToldOnce:
+        """See `SegmentedDispatcher`. Collective over ep and etp."""
         goes = destinations(routing, self.comm.size("ep"))
         told = self.wire.start_counts(routing, routing.counts_E(), goes.rows_P)
-        order_N, inverse_N = sort_by_expert(goes.rank_TJ)
-        relayed = self.wire.relay_counts(told)
-        copies = goes.rank_TJ.shape[1]
-        rows_ND = permute(x_TD, order_N, inverse_N, copies)
-        weights_NK = permute(routing.weights_TK, order_N, inverse_N, copies)
-        ids_NK = self._local_ids(routing, goes, order_N)
-        counts = self.wire.agree(routing, goes.rows_P, relayed)
-        splits, sent = counts.splits, sum(counts.splits.send)
-        rows, weights, ids = (
-            self.wire.send(part[:sent], splits) for part in (rows_ND, weights_NK, ids_NK)
-        )
-        if meanwhile is not None:
-            meanwhile()
-        arrived = expand(
-            self.wire.arrive(rows, splits),
-            weights_SK=self.wire.arrive(weights, splits),
-            ids_SK=self.wire.arrive(ids, splits),
-            counts_e=counts.pairs_PSe.sum((0, 1)),
-            sizes=splits.experts,
-        )
-        return arrived, SentRows(order_N, inverse_N, splits, copies)
+        sent = SentRows(*sort_by_expert(goes.rank_TJ), goes.rank_TJ.shape[1])
+        return ToldOnce(sent, goes.rows_P, self.wire.relay_counts(told), goes)
 
-    def combine(self, out_SD: Tensor, state: SentRows) -> Tensor:
-        """See `Dispatcher`. Collective over etp and ep."""
-        return state.bring_home(self.wire.send_back(out_SD, state.splits))
+    def pack(self, x_TD: Tensor, routing: Routing, begun: ToldOnce) -> tuple[Tensor, ...]:
+        """Rows, their weights and their experts as the receiver numbers them."""
+        sent = begun.sent
+        rows_ND, weights_NK = (
+            permute(part, sent.order_N, sent.inverse_N, sent.copies)
+            for part in (x_TD, routing.weights_TK)
+        )
+        return rows_ND, weights_NK, self._local_ids(routing, begun.goes, sent.order_N)
+
+    def settle(self, routing: Routing, begun: ToldOnce) -> Trip[Agreed]:
+        """See `SegmentedDispatcher`. Collective over ep and etp."""
+        counts = self.wire.agree(routing, begun.rows_P, begun.relayed)
+        hops = self.route_of(*self.wire.hops(counts.splits))
+        return Trip(hops, sum(counts.splits.send), Agreed(begun.sent, counts))
+
+    def arrive(self, parts: tuple[Tensor, ...], trip: Trip[Agreed]) -> ExpertRows:
+        """See `SegmentedDispatcher`."""
+        source_SD, weights_SK, ids_SK = parts
+        counts = trip.state.counts
+        return expand(
+            source_SD,
+            ids_SK,
+            weights_SK,
+            counts_e=counts.pairs_PSe.sum((0, 1)),
+            sizes=counts.splits.experts,
+        )
+
+    def bring_home(self, rows_ND: Tensor, trip: Trip[Agreed]) -> Tensor:
+        """See `SegmentedDispatcher`."""
+        return trip.state.sent.bring_home(rows_ND)
 
     def _local_ids(self, routing: Routing, goes: Destinations, order_N: Tensor) -> Tensor:
         """Experts of every row as its receiver numbers them, int32 [N, K]; -1 for none."""

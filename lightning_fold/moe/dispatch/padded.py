@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from fold_kernels.permute import permute, sort_by_expert, unpermute
-from lightning_fold.moe.dispatch.base import Work
+from lightning_fold.moe.dispatch.base import SegmentedDispatcher, Trip
 from lightning_fold.moe.experts import ExpertRows
 from lightning_fold.moe.routing import Routing
-from lightning_fold.topology.comm import Comm, exchange_rows, gather_rows, reduce_scatter_rows
-from lightning_fold.topology.in_flight import RowsInFlight, start_exchange, start_gather
+from lightning_fold.topology.in_flight import Hop
 
 
 @dataclass(frozen=True)
@@ -32,68 +31,57 @@ class Slots:
         order_Z: int64, routed row in every slot; N for an empty one.
         inverse_N: int64, slot of every routed row; Z for one that is dropped.
         top_k: K.
+        num_experts: E.
     """
 
     order_Z: Tensor
     inverse_N: Tensor
     top_k: int
+    num_experts: int
 
 
-class PaddedDispatcher:
+class PaddedDispatcher(SegmentedDispatcher[Slots, Slots]):
     """Even exchanges over ep and etp, for any degrees. No host synchronisation."""
 
-    def __init__(self, comm: Comm) -> None:
-        self.comm = comm
+    def begin(self, routing: Routing) -> Slots:
+        """See `SegmentedDispatcher`; local, `routing.slots` is equal on all peers."""
+        return fill_slots(routing)
 
-    def dispatch(
-        self, x_TD: Tensor, routing: Routing, *, meanwhile: Work | None = None
-    ) -> tuple[ExpertRows, Slots]:
-        """See `Dispatcher`. Collective over ep and etp; `routing.slots` is equal on all peers."""
-        slots = fill_slots(routing)
+    def pack(self, x_TD: Tensor, routing: Routing, begun: Slots) -> tuple[Tensor, ...]:
+        """A row and its weight for every slot."""
+        order, inverse = begun.order_Z, begun.inverse_N
         weights_N1 = routing.weights_TK.reshape(-1, 1)
-        order, inverse = slots.order_Z, slots.inverse_N
-        rows = self._send(permute(x_TD, order, inverse, routing.top_k, holes=True))
-        weights = self._send(permute(weights_N1, order, inverse, 1, holes=True))
-        if meanwhile is not None:
-            meanwhile()
-        source_SD = self._arrive(rows)
-        local = routing.num_experts // self.comm.size("ep")
-        origin_R = _by_expert(source_SD, local, slots=order.shape[0] // routing.num_experts)
-        arrived = ExpertRows(
+        rows = permute(x_TD, order, inverse, routing.top_k, holes=True)
+        return rows, permute(weights_N1, order, inverse, 1, holes=True)
+
+    def settle(self, routing: Routing, begun: Slots) -> Trip[Slots]:
+        """See `SegmentedDispatcher`; local, all sizes are known."""
+        ep, rows = self.comm.size("ep"), begun.order_Z.shape[0]
+        even = [rows // ep] * ep
+        hops = self.route_of(
+            Hop("exchange", "ep", even, even), Hop("gather", "etp", [rows] * self.comm.size("etp"))
+        )
+        return Trip(hops, None, begun)
+
+    def arrive(self, parts: tuple[Tensor, ...], trip: Trip[Slots]) -> ExpertRows:
+        """See `SegmentedDispatcher`."""
+        source_SD, weights_S1 = parts
+        slots = trip.state
+        local = slots.num_experts // self.comm.size("ep")
+        each = slots.order_Z.shape[0] // slots.num_experts
+        origin_R = _by_expert(source_SD, local, slots=each)
+        return ExpertRows(
             source_SD=source_SD,
             origin_R=origin_R,
-            weights_R=self._arrive(weights).squeeze(1).index_select(0, origin_R),
+            weights_R=weights_S1.squeeze(1).index_select(0, origin_R),
             counts_e=origin_R.new_full((local,), origin_R.shape[0] // local),
             sizes=[origin_R.shape[0] // local] * local,
         )
-        return arrived, slots
 
-    def combine(self, out_SD: Tensor, state: Slots) -> Tensor:
-        """See `Dispatcher`. Collective over etp and ep."""
-        sent = self._even(state.order_Z.shape[0])
-        each = self._gathered(state.order_Z.shape[0])
-        rows = reduce_scatter_rows(out_SD, self.comm, each, "etp")
-        rows = exchange_rows(rows, self.comm, send=sent, recv=sent, axis="ep")
-        return unpermute(rows, state.order_Z, state.inverse_N, state.top_k, holes=True)
-
-    def _send(self, rows: Tensor) -> RowsInFlight:
-        if self.comm.size("ep") == 1:
-            return start_gather(rows, self.comm, self._gathered(rows.shape[0]), "etp")
-        sent = self._even(rows.shape[0])
-        return start_exchange(rows, self.comm, send=sent, recv=sent, axis="ep")
-
-    def _arrive(self, rows: RowsInFlight) -> Tensor:
-        arrived = rows.wait()
-        if self.comm.size("ep") == 1:
-            return arrived
-        return gather_rows(arrived, self.comm, self._gathered(arrived.shape[0]), "etp")
-
-    def _even(self, rows: int) -> list[int]:
-        ep = self.comm.size("ep")
-        return [rows // ep] * ep
-
-    def _gathered(self, rows: int) -> list[int]:
-        return [rows] * self.comm.size("etp")
+    def bring_home(self, rows_ND: Tensor, trip: Trip[Slots]) -> Tensor:
+        """See `SegmentedDispatcher`."""
+        slots = trip.state
+        return unpermute(rows_ND, slots.order_Z, slots.inverse_N, slots.top_k, holes=True)
 
 
 def fill_slots(routing: Routing) -> Slots:
@@ -112,7 +100,7 @@ def fill_slots(routing: Routing) -> Slots:
     rows_N = torch.arange(ids_N.shape[0], device=ids_N.device)
     empty = ids_N.new_full((size + 1,), ids_N.shape[0])
     order_Z = empty.scatter(0, inverse_N, rows_N)[:size]
-    return Slots(order_Z, inverse_N, routing.top_k)
+    return Slots(order_Z, inverse_N, routing.top_k, routing.num_experts)
 
 
 def _by_expert(source_SD: Tensor, local: int, *, slots: int) -> Tensor:

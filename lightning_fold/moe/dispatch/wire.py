@@ -1,11 +1,11 @@
 """The way of rows between ranks that `all_to_all` and `dedup` share: ep first, then etp.
 
-Owns the agreement on row counts, the exchange over ep with the gather over etp behind it, and the
-way back. Knows nothing of tokens: what a row is and in which order rows leave is the dispatcher's.
+Owns the agreement on row counts, and the hops that follow from it. Knows nothing of tokens: what a
+row is and in which order rows leave is the dispatcher's.
 """
 
 # Shapes.  P ep ranks   e local experts   N rows sent   M rows after the ep exchange
-#          S rows after the etp gather   D width of a row
+#          S rows after the etp gather   c numbers told
 
 from __future__ import annotations
 
@@ -16,14 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_fold.moe.routing import Routing
-from lightning_fold.topology.comm import (
-    Comm,
-    Pending,
-    exchange_rows,
-    gather_rows,
-    reduce_scatter_rows,
-)
-from lightning_fold.topology.in_flight import RowsInFlight, start_exchange, start_gather
+from lightning_fold.topology.comm import Comm, Pending
+from lightning_fold.topology.in_flight import Hop
 
 
 @dataclass(frozen=True)
@@ -67,12 +61,12 @@ class Wire:
         ep = self.comm.size("ep")
         mark_P1 = routing.nan_mark(self.comm.global_rank).expand(ep).unsqueeze(1)
         told_Pc = torch.cat([counts_E.view(ep, -1), rows_P.unsqueeze(1), mark_P1], 1)
-        return self.comm.start_all_to_all_rows(told_Pc, [1] * ep, [1] * ep, axis="ep")
+        return self.comm.start_all_to_all_rows(told_Pc, [1] * ep, [1] * ep, axis="ep", tells=True)
 
     def relay_counts(self, told: Pending) -> Pending:
         """Tell the etp peers what the ep peers have told."""
         ep, etp = self.comm.size("ep"), self.comm.size("etp")
-        return self.comm.start_all_gather_rows(told.wait(), [ep] * etp, axis="etp")
+        return self.comm.start_all_gather_rows(told.wait(), [ep] * etp, axis="etp", tells=True)
 
     def agree(self, routing: Routing, rows_P: Tensor, relayed: Pending) -> Counts:
         """Read the counts on the host: the only synchronisation of a layer.
@@ -92,20 +86,9 @@ class Wire:
         routing.refuse_nan(marks)
         return Counts(pairs_PSe, Splits(*lists))
 
-    def send(self, rows_ND: Tensor, splits: Splits) -> RowsInFlight:
-        """Send rows on their way; `arrive` takes what this returns."""
-        if self.comm.size("ep") == 1:
-            return start_gather(rows_ND, self.comm, splits.gathered, "etp")
-        send, recv = splits.send, splits.recv
-        return start_exchange(rows_ND, self.comm, send=send, recv=recv, axis="ep")
-
-    def arrive(self, rows: RowsInFlight, splits: Splits) -> Tensor:
-        """Rows for this rank's experts [S, D], by etp peer and then ep peer."""
-        if self.comm.size("ep") == 1:
-            return rows.wait()
-        return gather_rows(rows.wait(), self.comm, splits.gathered, "etp")
-
-    def send_back(self, out_SD: Tensor, splits: Splits) -> Tensor:
-        """Outputs in the order in which the rows left, [N, D], summed over etp."""
-        rows_MD = reduce_scatter_rows(out_SD, self.comm, splits.gathered, "etp")
-        return exchange_rows(rows_MD, self.comm, send=splits.recv, recv=splits.send, axis="ep")
+    def hops(self, splits: Splits) -> tuple[Hop, ...]:
+        """The way of rows to this rank's experts: they end by etp peer and then ep peer."""
+        return (
+            Hop("exchange", "ep", splits.send, splits.recv),
+            Hop("gather", "etp", splits.gathered),
+        )

@@ -15,7 +15,7 @@ from lightning_fold.pipeline.short import nearest_count
 from lightning_fold.topology.folding import Folding
 from lightning_fold.verify.plan_pipelines import SCHEDULES
 
-OPTIONS = ("pipeline_schedule", "virtual_pipeline_size")
+OPTIONS = ("pipeline_schedule", "virtual_pipeline_size", "pipeline_overlap")
 """Arguments of the strategy that a recipe may choose for all pipelines."""
 _PER_RANK = 2
 """Microbatches for each rank of a pipeline, where the batches have the rows."""
@@ -34,12 +34,13 @@ def pipeline_of(
         options: Arguments of the strategy; see `OPTIONS`.
     """
     pp, most = folding.pp, min(_PER_RANK * folding.pp, rows)
-    known = [*SCHEDULES]
+    known, overlap = [*SCHEDULES], bool(options.get("pipeline_overlap"))
     candidates = [
         (name, SCHEDULES[name])
         for name in (*known[turn % len(known) :], *known)
         # Every stage between the first and the last one gets a layer: no rank is idle.
         if num_layers >= pp * SCHEDULES[name] - 1 and _count(name, folding, most)
+        if not overlap or schedule_of(name).overlaps
     ]
     name, virtual = candidates[0] if candidates else ("1f1b", 1)
     if options.get("pipeline_schedule"):
@@ -50,6 +51,7 @@ def pipeline_of(
         "virtual_stages": virtual,
         "num_microbatches": nearest_count(name, pp=pp, vpp=virtual, num_microbatches=most),
         "layout": None if num_layers >= stages else spread(num_layers, stages),
+        "overlap": overlap,
     }
 
 
