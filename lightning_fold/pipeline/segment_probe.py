@@ -56,13 +56,18 @@ def reason_against(moe: MoeLayer, call: LayerCall, width: int) -> str | None:
     for module in (moe.layer, moe.block, moe.experts):
         if any(getattr(module, hooks) for hooks in _HOOKS):
             return f"{type(module).__name__} has hooks, which pieces would call at other times"
+    if any(
+        getattr(module, "gradient_checkpointing", False) is True for module in moe.layer.modules()
+    ):
+        return "it has gradient checkpointing of its own switched on, which would repeat it whole"
     try:
         with _drawn_parameters(moe) as params:
             whole = _outcome(_whole, moe, call, width, params)
             pieces = _outcome(_pieces, moe, call, width, params)
     # Whatever the user's code raises.
     except Exception as error:
-        return f"run in pieces it fails: {type(error).__name__}: {error}"
+        first_line = str(error).partition("\n")[0]
+        return f"run in pieces it fails: {type(error).__name__}: {first_line}"
     for name in {**whole, **pieces}:
         off = _difference(whole.get(name), pieces.get(name))
         if not off <= _TOLERANCE:

@@ -242,7 +242,15 @@ class Segments:
     ) -> tuple[Tensor, ...]:
         assert kept.trip is not None
         out_TD = self.dispatcher.bring_home(rows, kept.trip).to(kept.dtype)
-        return (self.layer.merge(residual, inside, out_TD, kept.routers),)
+        out = self.layer.merge(residual, inside, out_TD, kept.routers)
+        if out.dtype != residual.dtype:
+            raise TypeError(
+                f"in pieces, {type(self.layer.layer).__name__} gives {out.dtype} where it gives "
+                f"{residual.dtype} whole: its block's output is cast before it is added. Legal "
+                "pipeline_overlap: False, or a method `add_block` that says so.  "
+                "Change `pipeline_overlap`."
+            )
+        return (out,)
 
 
 def moe_layers(

@@ -21,7 +21,7 @@ from lightning_fold.moe.dispatch.base import SegmentedDispatcher
 from lightning_fold.moe.layer import FoldedExperts
 from lightning_fold.pipeline.layout import StageLayers
 from lightning_fold.pipeline.placement import Placement
-from lightning_fold.pipeline.probe import Anatomy
+from lightning_fold.pipeline.probe import Anatomy, plain_attributes
 from lightning_fold.pipeline.segment_probe import reason_against
 from lightning_fold.pipeline.segments import MoeLayer, Segments, moe_layers
 
@@ -37,7 +37,7 @@ class Weaving:
         stages: By number, their layers in order.
         reasons: By number, why another stage with layers runs plainly.
         in_tuple: Whether layers return a tuple around their hidden states.
-        is_random: Whether anything in the model draws random numbers.
+        is_random: Whether anything in the model draws random numbers, as far as one can see.
         repeats: Whether pieces run again in backward: `activation_checkpointing="full"`.
     """
 
@@ -133,7 +133,14 @@ def _kind(moe: MoeLayer) -> Any:
     modules = tuple((name, type(module)) for name, module in moe.layer.named_modules())
     shapes = tuple((name, p.shape) for name, p in moe.layer.named_parameters())
     hooks = tuple(bool(m._forward_hooks or m._forward_pre_hooks) for m in moe.layer.modules())
-    return modules, shapes, hooks
+    # A rate of dropout or a scale may differ from layer to layer; so does a layer's number.
+    attributes = tuple(
+        (name, key, value)
+        for name, module in moe.layer.named_modules()
+        for key, value in plain_attributes(module).items()
+        if "idx" not in key
+    )
+    return modules, shapes, hooks, attributes
 
 
 def _pieces(found: MoeLayer | str | None, balance: Balance | None) -> Segments | None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from fold_kernels.weight_store import WeightStore, deferring
 from lightning_fold.model.balance import Balance, Collected
@@ -178,6 +179,7 @@ def _enter(
     def run() -> tuple[Tensor, ...]:
         hidden, layer_calls = calls.before(*given)
         around.layouts = watch.latest
+        _check_calls(layer_calls)
         found.extend(layer_calls)
         return (hidden,)
 
@@ -188,6 +190,17 @@ def _enter(
     with tape.clock(), around(), torch.enable_grad():
         run()
     return arrived[0], found
+
+
+def _check_calls(layer_calls: list[LayerCall]) -> None:
+    """Refuse arguments of layers that would need a gradient of their own."""
+    tensors = [x for x in tree_leaves(layer_calls) if isinstance(x, Tensor)]
+    if any(x.requires_grad for x in tensors):
+        raise ValueError(
+            "the core computes an argument of its layers from parameters (a learned position bias, "
+            "say), and pieces of layers give it no gradient. Legal pipeline_overlap: False.  "
+            "Change `pipeline_overlap`."
+        )
 
 
 def _leave(

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from fold_kernels.permute import order_of_chunks
-from lightning_fold import strategy
+from lightning_fold import stepping, strategy
 from lightning_fold.model import swap, tensor_parallel
 from lightning_fold.moe import layer
-from lightning_fold.moe.dispatch import all_to_all, wire
+from lightning_fold.moe.dispatch import all_to_all, base
 from lightning_fold.params import Family, clip, families, local_tensor, shard
 from lightning_fold.topology.comm import split_rows
+from lightning_fold.topology.in_flight import travel
 from lightning_fold.verify import mutations_context as context
 from lightning_fold.verify import mutations_pipeline as pipeline
 from lightning_fold.verify import mutations_router as router
@@ -106,7 +107,16 @@ def _not_summed_over_tp(family: Family) -> contextlib.AbstractContextManager[Any
 
 def _etp_sum_left_out() -> contextlib.AbstractContextManager[Any]:
     """A rank takes its own partial rows instead of the sum over etp."""
-    return mock.patch.object(wire, "reduce_scatter_rows", split_rows)
+
+    def unsummed(rows: Tensor, comm: Any, hops: Any) -> Tensor:
+        for hop in hops:
+            if hop.kind == "scatter":
+                rows = split_rows(rows, comm, list(hop.sizes), hop.axis)
+            else:
+                rows = travel(rows, comm, [hop])
+        return rows
+
+    return mock.patch.object(base, "travel", unsummed)
 
 
 def _norm_of_local_shards() -> contextlib.AbstractContextManager[Any]:
@@ -121,7 +131,7 @@ def _equal_data() -> contextlib.AbstractContextManager[Any]:
     def first(self: Any) -> dict[str, Any]:
         return {"num_replicas": self.comm.size("dp"), "rank": 0}
 
-    owner = strategy.FoldedMoEStrategy
+    owner = stepping.SteppingStrategy
     return mock.patch.object(owner, "distributed_sampler_kwargs", property(first))
 
 
@@ -177,7 +187,7 @@ def _loss_weighted_by_tokens() -> Iterator[None]:
 
 def _no_division() -> contextlib.AbstractContextManager[Any]:
     """Lightning's own backward, which leaves the division to FSDP2 or DDP."""
-    owner = strategy.FoldedMoEStrategy
+    owner = stepping.SteppingStrategy
     return mock.patch.object(owner, "backward", super(owner, owner).backward)
 
 

@@ -8,6 +8,7 @@ forms, and compares. Starting ranks is `launch`'s.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from lightning_fold.strategy import FoldedMoEStrategy
 from lightning_fold.verify import cases
 from lightning_fold.verify.harness import be_quiet, build_strategy, build_trainer
 from lightning_fold.verify.plan import Case
+from lightning_fold.verify.worker import leave_groups
 
 ROWS, LENGTH = 8, 12
 """The global batch: sequences with equally many targets, so a mean of means is the mean."""
@@ -125,7 +127,7 @@ def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Ten
 
 
 def run_resharding(case: Case, folder: Path) -> None:
-    """Run one case. Collective over all ranks; rank 0 writes `errors.json`."""
+    """Run one case. Collective over all ranks; each writes `errors.<rank>.json`."""
     assert isinstance(case, Resharding), case
     be_quiet()
     if not case.sources:
@@ -137,7 +139,7 @@ def run_resharding(case: Case, folder: Path) -> None:
         for source in case.sources
         for form in FORMS
     }
-    (folder / f"errors.{torch.distributed.get_rank()}.json").write_text(json.dumps(errors))
+    (folder / f"errors.{os.environ['RANK']}.json").write_text(json.dumps(errors))
 
 
 def _train_and_save(case: Resharding, folder: Path) -> None:
@@ -146,6 +148,8 @@ def _train_and_save(case: Resharding, folder: Path) -> None:
         trainer = _trainer(case, strategy, max_epochs=SAVED_AT)
         trainer.fit(ReshardModule(case))
         trainer.save_checkpoint(folder / form)
+        del strategy, trainer
+        leave_groups()
 
 
 class _Resumed(pl.Callback):
@@ -168,6 +172,13 @@ class _Resumed(pl.Callback):
 
 
 def _resume(case: Resharding, path: Path, expected: Mapping[str, Any]) -> dict[str, float]:
+    try:
+        return _resumed(case, path, expected)
+    finally:
+        leave_groups()
+
+
+def _resumed(case: Resharding, path: Path, expected: Mapping[str, Any]) -> dict[str, float]:
     resumed = _Resumed()
     strategy = build_strategy(case, sharded=True)
     module = ReshardModule(case, seed=1)
