@@ -8,7 +8,6 @@ forms, and compares. Starting ranks is `launch`'s.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +48,7 @@ class Resharding(Case):
     def key(self) -> str:
         """Name of the case in folders and test ids."""
         full = ".full" if self.shard == "full" else ""
-        role = ".resume" if self.sources else ""
+        role = f".from.{'+'.join(self.sources)}" if self.sources else ""
         feature = f".{self.feature}" if self.feature else ""
         return f"{self.mapping}.{self.model}.{self.optimizer}{feature}{full}{self._pipeline}{role}"
 
@@ -127,11 +126,12 @@ def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Ten
 
 
 def run_resharding(case: Case, folder: Path) -> None:
-    """Run one case. Collective over all ranks; each writes `errors.<rank>.json`."""
+    """Run one case. Collective over all ranks; rank 0 writes `errors.json`."""
     assert isinstance(case, Resharding), case
     be_quiet()
     if not case.sources:
         _train_and_save(case, folder)
+        leave_groups()
         return
     expected = torch.load(folder.parent / "reference.pt", weights_only=True)
     errors = {
@@ -139,7 +139,8 @@ def run_resharding(case: Case, folder: Path) -> None:
         for source in case.sources
         for form in FORMS
     }
-    (folder / f"errors.{os.environ['RANK']}.json").write_text(json.dumps(errors))
+    (folder / f"errors.{torch.distributed.get_rank()}.json").write_text(json.dumps(errors))
+    leave_groups()
 
 
 def _train_and_save(case: Resharding, folder: Path) -> None:
@@ -148,8 +149,6 @@ def _train_and_save(case: Resharding, folder: Path) -> None:
         trainer = _trainer(case, strategy, max_epochs=SAVED_AT)
         trainer.fit(ReshardModule(case))
         trainer.save_checkpoint(folder / form)
-        del strategy, trainer
-        leave_groups()
 
 
 class _Resumed(pl.Callback):
@@ -172,13 +171,6 @@ class _Resumed(pl.Callback):
 
 
 def _resume(case: Resharding, path: Path, expected: Mapping[str, Any]) -> dict[str, float]:
-    try:
-        return _resumed(case, path, expected)
-    finally:
-        leave_groups()
-
-
-def _resumed(case: Resharding, path: Path, expected: Mapping[str, Any]) -> dict[str, float]:
     resumed = _Resumed()
     strategy = build_strategy(case, sharded=True)
     module = ReshardModule(case, seed=1)

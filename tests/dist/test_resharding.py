@@ -45,7 +45,8 @@ def run_all(sources: Sequence[Resharding], targets: Sequence[Resharding], folder
     """Save under all sources, resume under all targets; errors by "TARGET < SOURCE FORM"."""
     folder.mkdir(exist_ok=True)
     torch.save(reference(sources[0]), folder / "reference.pt")
-    resumed = [replace(target, sources=tuple(s.key for s in sources)) for target in targets]
+    # A case a pair: the groups of its Trainers end with it.
+    resumed = [replace(target, sources=(s.key,)) for target in targets for s in sources]
     for world in sorted({case.folding.world for case in sources}):
         run(world, [case for case in sources if case.folding.world == world], folder)
     for world in sorted({case.folding.world for case in targets}):
