@@ -198,8 +198,12 @@ class Segments:
         for (number, decision), logits in zip(found, rest, strict=False):
             routed.append((number, decision, logits))
         parts = tuple(rest[len(found) :])
-        trip, comm = kept.trip, self.dispatcher.comm
-        assert trip is not None
+        if self._has_peers:
+            # How many rows come is on the wire.
+            yield
+        trip, comm = self._settle(kept), self.dispatcher.comm
+        if trip.num_sent is not None and trip.num_sent < parts[0].data.shape[0]:
+            parts = tape.compute(lambda *packed: tuple(map(trip.sent, packed)), *parts)
         del hidden, rest
         for hop in trip.hops:
             parts = yield from tape.exchange(hop, comm, *parts)
@@ -222,17 +226,24 @@ class Segments:
         if kept.routing is None:
             routing = folded.decide(caught.index_TK, weights_TK)
             kept.begun = dispatcher.begin(routing)
+            kept.routing = replace(routing, weights_TK=weights_TK.detach())
             kept.routers, kept.dtype = caught.routers, caught.hidden_TD.dtype
             found.extend((n, r.with_logits(r.logits_TE.detach())) for n, r in collected)
         else:
             routing = replace(kept.routing, weights_TK=weights_TK)
         parts = dispatcher.pack(x_TD, routing, kept.begun)
-        if kept.trip is None:
-            kept.trip = dispatcher.settle(routing, kept.begun)
-            kept.routing = replace(routing, weights_TK=weights_TK.detach())
         logits = [routed.logits_TE for _, routed in collected]
-        sent = [kept.trip.sent(part) for part in parts]
-        return caught.residual, caught.inside, *logits, *sent
+        return caught.residual, caught.inside, *logits, *parts
+
+    @property
+    def _has_peers(self) -> bool:
+        comm = self.dispatcher.comm
+        return comm.size("ep") * comm.size("etp") > 1
+
+    def _settle(self, kept: Decision) -> Trip[Any]:
+        assert kept.routing is not None
+        kept.trip = self.dispatcher.settle(kept.routing, kept.begun)
+        return kept.trip
 
     def _experts(self, trip: Trip[Any], *parts: Tensor) -> tuple[Tensor, ...]:
         return (self.folded.compute(self.dispatcher.arrive(parts, trip)),)

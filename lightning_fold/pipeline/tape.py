@@ -232,8 +232,9 @@ class Tape:
                     record.backward()
                 continue
             record.start_backward()
-            self._fill_gap()
             yield
+            # Behind what the other pass has computed meanwhile, so no wait stands before it.
+            self._fill_gap()
             record.finish_backward()
 
     def _fill_gap(self) -> None:

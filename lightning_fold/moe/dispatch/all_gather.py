@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_fold.moe.dispatch.base import SegmentedDispatcher, Trip, expand
 from lightning_fold.moe.experts import ExpertRows
 from lightning_fold.moe.routing import Routing
+from lightning_fold.topology.comm import Pending
 from lightning_fold.topology.in_flight import Hop
 
 
@@ -41,28 +42,26 @@ class Peers:
     first: int
 
 
-class AllGatherDispatcher(SegmentedDispatcher[Tensor, Peers]):
+class AllGatherDispatcher(SegmentedDispatcher[Pending, Peers]):
     """Gathers over ep, then etp. One host synchronisation a layer, for the token counts."""
 
-    def begin(self, routing: Routing) -> Tensor:
-        """Tokens, mark of NaN and rows per expert of every peer, [etp, ep, c]. Collective."""
-        ep, etp = self.comm.size("ep"), self.comm.size("etp")
+    def begin(self, routing: Routing) -> Pending:
+        """Tokens, mark of NaN and rows per expert of the ep peers, [ep, c]. Collective."""
         counts_E = routing.counts_E()
         tokens = torch.full_like(counts_E[:1], routing.index_TK.shape[0])
         mine = torch.cat([tokens, routing.nan_mark(self.comm.global_rank), counts_E])
-        near = self.comm.start_all_gather_rows(
-            mine.unsqueeze(0), [1] * ep, axis="ep", tells=True
-        ).wait()
-        far = self.comm.start_all_gather_rows(near, [ep] * etp, axis="etp", tells=True).wait()
-        return far.view(etp, ep, -1)
+        ones = [1] * self.comm.size("ep")
+        return self.comm.start_all_gather_rows(mine.unsqueeze(0), ones, axis="ep", tells=True)
 
-    def pack(self, x_TD: Tensor, routing: Routing, begun: Tensor) -> tuple[Tensor, ...]:
+    def pack(self, x_TD: Tensor, routing: Routing, begun: Pending) -> tuple[Tensor, ...]:
         """Tokens, weights and experts, dropped ones numbered E."""
         return x_TD, routing.weights_TK, routing.kept_index_TK().int()
 
-    def settle(self, routing: Routing, begun: Tensor) -> Trip[Peers]:
-        """See `SegmentedDispatcher`. Local: the peers have told all."""
-        peers = self._agree(routing, begun)
+    def settle(self, routing: Routing, begun: Pending) -> Trip[Peers]:
+        """See `SegmentedDispatcher`. Collective over etp."""
+        ep, etp = self.comm.size("ep"), self.comm.size("etp")
+        far = self.comm.start_all_gather_rows(begun.wait(), [ep] * etp, axis="etp", tells=True)
+        peers = self._agree(routing, far.wait().view(etp, ep, -1))
         hops = self.route_of(Hop("gather", "ep", peers.near), Hop("gather", "etp", peers.far))
         return Trip(hops, None, peers)
 

@@ -59,12 +59,12 @@ class Told:
     Attributes:
         sent: Their order.
         rows_P: Rows to each ep peer.
-        relayed: The peers' counts, on their way.
+        told: The ep peers' counts, on their way.
     """
 
     sent: SentRows
     rows_P: Tensor
-    relayed: Pending
+    told: Pending
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class AllToAllDispatcher(SegmentedDispatcher[Told, Agreed]):
         told = self.wire.start_counts(routing, counts_E, rows_P)
         order_N, inverse_N = sort_by_expert(routing.kept_index_TK())
         sent = SentRows(order_N, inverse_N, routing.top_k)
-        return Told(sent, rows_P, self.wire.relay_counts(told))
+        return Told(sent, rows_P, told)
 
     def pack(self, x_TD: Tensor, routing: Routing, begun: Told) -> tuple[Tensor, ...]:
         """Rows and the weight of each."""
@@ -99,7 +99,7 @@ class AllToAllDispatcher(SegmentedDispatcher[Told, Agreed]):
 
     def settle(self, routing: Routing, begun: Told) -> Trip[Agreed]:
         """See `SegmentedDispatcher`. Collective over ep and etp."""
-        counts = self.wire.agree(routing, begun.rows_P, begun.relayed)
+        counts = self.wire.agree(routing, begun.rows_P, begun.told)
         hops = self.route_of(*self.wire.hops(counts.splits))
         return Trip(hops, sum(counts.splits.send), Agreed(begun.sent, counts))
 

@@ -62,7 +62,7 @@ class DedupDispatcher(SegmentedDispatcher[ToldOnce, Agreed]):
         goes = destinations(routing, self.comm.size("ep"))
         told = self.wire.start_counts(routing, routing.counts_E(), goes.rows_P)
         sent = SentRows(*sort_by_expert(goes.rank_TJ), goes.rank_TJ.shape[1])
-        return ToldOnce(sent, goes.rows_P, self.wire.relay_counts(told), goes)
+        return ToldOnce(sent, goes.rows_P, told, goes)
 
     def pack(self, x_TD: Tensor, routing: Routing, begun: ToldOnce) -> tuple[Tensor, ...]:
         """Rows, their weights and their experts as the receiver numbers them."""
@@ -75,7 +75,7 @@ class DedupDispatcher(SegmentedDispatcher[ToldOnce, Agreed]):
 
     def settle(self, routing: Routing, begun: ToldOnce) -> Trip[Agreed]:
         """See `SegmentedDispatcher`. Collective over ep and etp."""
-        counts = self.wire.agree(routing, begun.rows_P, begun.relayed)
+        counts = self.wire.agree(routing, begun.rows_P, begun.told)
         hops = self.route_of(*self.wire.hops(counts.splits))
         return Trip(hops, sum(counts.splits.send), Agreed(begun.sent, counts))
 

@@ -63,18 +63,16 @@ class Wire:
         told_Pc = torch.cat([counts_E.view(ep, -1), rows_P.unsqueeze(1), mark_P1], 1)
         return self.comm.start_all_to_all_rows(told_Pc, [1] * ep, [1] * ep, axis="ep", tells=True)
 
-    def relay_counts(self, told: Pending) -> Pending:
-        """Tell the etp peers what the ep peers have told."""
-        ep, etp = self.comm.size("ep"), self.comm.size("etp")
-        return self.comm.start_all_gather_rows(told.wait(), [ep] * etp, axis="etp", tells=True)
+    def agree(self, routing: Routing, rows_P: Tensor, told: Pending) -> Counts:
+        """Read what the ep peers have told, on the host: the only synchronisation of a layer.
 
-    def agree(self, routing: Routing, rows_P: Tensor, relayed: Pending) -> Counts:
-        """Read the counts on the host: the only synchronisation of a layer.
+        Collective over etp, whose peers tell each other first.
 
         Raises:
             ValueError: Routing weights of a rank of ep x etp are NaN; all of them raise alike.
         """
         ep, etp = self.comm.size("ep"), self.comm.size("etp")
+        relayed = self.comm.start_all_gather_rows(told.wait(), [ep] * etp, axis="etp", tells=True)
         told_PSc = relayed.wait().view(etp, ep, -1)
         pairs_PSe, rows_PS, marks_PS = told_PSc[..., :-2], told_PSc[..., -2], told_PSc[..., -1]
         received_S = rows_PS[self.comm.rank("etp")]
