@@ -1,4 +1,4 @@
-# make demo | demo-pp | test | test-full | mutate | lint | aot | bench | clean
+# make demo | demo-pp | test | test-full | mutate | lint | aot | bench | cluster-bench | clean
 #
 # Every target first builds .venv with the versions of constraints.txt, where it is missing or
 # older than pyproject.toml or constraints.txt. PYTHON chooses the interpreter it is built from.
@@ -14,7 +14,7 @@ SOURCES := lightning_fold kernels tests benchmarks recipes
 TEXTS := docs README.md ARCHITECTURE.md CHANGELOG.md pyproject.toml constraints.txt Makefile .ci/run
 
 .DEFAULT_GOAL := test
-.PHONY: demo demo-pp test test-full mutate lint aot bench clean
+.PHONY: demo demo-pp test test-full mutate lint aot bench cluster-bench clean
 # The tests start several ranks on few cores; threads of theirs would only wait for each other.
 test test-full mutate: export OMP_NUM_THREADS = 1
 
@@ -66,6 +66,10 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/moe_layer.py
 	$(BIN)/python benchmarks/dispatch_bytes.py
 	$(BIN)/python benchmarks/kernels_cpu.py
+
+# As root on Linux; says why and ends well where namespaces are not to be had.
+cluster-bench: $(INSTALLED)
+	$(BIN)/python -m benchmarks.cluster
 
 clean:
 	rm -rf $(VENV) runs lightning_logs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

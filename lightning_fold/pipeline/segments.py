@@ -209,8 +209,9 @@ class Segments:
             parts = yield from tape.exchange(hop, comm, *parts)
         rows = tape.compute(partial(self._experts, trip), *parts)
         del parts
-        for hop in trip.hops_back:
-            rows = yield from tape.exchange(hop, comm, *rows)
+        back = trip.hops_back
+        for i, hop in enumerate(back, start=1):
+            rows = yield from tape.exchange(hop, comm, *rows, rests=i == len(back))
         (out,) = tape.compute(partial(self._merge, kept), residual, inside, *rows)
         return out
 

@@ -143,8 +143,10 @@ class Compute:
 class Exchange:
     """One hop of some values of equal rows; its backward is the transposed one."""
 
-    def __init__(self, hop: Hop, comm: Comm, values: Sequence[Value]) -> None:
-        self.hop, self.comm, self.values = hop, comm, values
+    def __init__(
+        self, hop: Hop, comm: Comm, values: Sequence[Value], *, rests: bool = False
+    ) -> None:
+        self.hop, self.comm, self.values, self.rests = hop, comm, values, rests
         self._slots = [value.slot for value in values]
         self._pending: list[Pending] = []
         self._like: list[tuple[torch.Size, torch.dtype, torch.device]] = []
@@ -214,9 +216,20 @@ class Tape:
         self._records.append(record)
         return outputs
 
-    def exchange(self, hop: Hop, comm: Comm, *values: Value) -> Steps[tuple[Value, ...]]:
-        """Send values through a hop. Collective over its axis."""
-        record = Exchange(hop, comm, values)
+    def exchange(
+        self, hop: Hop, comm: Comm, *values: Value, rests: bool = False
+    ) -> Steps[tuple[Value, ...]]:
+        """Send values through a hop. Collective over its axis.
+
+        Args:
+            hop: The hop.
+            comm: Collectives.
+            values: Of equal rows.
+            rests: Whether the backward yields once more, behind what fills the gap, as the forward
+                does for what has no backward: two passes then keep step, their exchanges leave one
+                after the other and not together, and neither pass ends with some alone.
+        """
+        record = Exchange(hop, comm, values, rests=rests)
         record.start()
         del values
         yield
@@ -235,6 +248,8 @@ class Tape:
             yield
             # Behind what the other pass has computed meanwhile, so no wait stands before it.
             self._fill_gap()
+            if record.rests:
+                yield
             record.finish_backward()
 
     def _fill_gap(self) -> None:
