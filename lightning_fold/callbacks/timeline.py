@@ -90,7 +90,9 @@ class PipelineTimeline(Callback):
         predicted = simulate(plan, Costs.measured(measured))
         self.timelines = {"predicted": predicted, "measured": measured}
         folder.mkdir(parents=True, exist_ok=True)
-        title = f"{plan.name}, pp {plan.pp}, vpp {plan.vpp}, {plan.num_microbatches} microbatches"
+        woven = ", woven" if plan.overlap else ""
+        shape = f"pp {plan.pp}, vpp {plan.vpp}, {plan.num_microbatches} microbatches"
+        title = f"{plan.name}{woven}, {shape}"
         draw_timelines(self.timelines, folder / PICTURE, title=title)
         write_trace(folder / TRACE, self.timelines)
         rank_zero_info(
