@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from time import perf_counter
 from typing import Any
 
@@ -80,8 +81,9 @@ class FlightLog:
         self._arrived_s = 0.0
 
     def watch(self, work: Any) -> None:
-        """Note when `work` is done."""
-        work.get_future().then(self._land)
+        """Note when `work` is done, where it can tell: a reduce-scatter of Gloo has no future."""
+        with suppress(RuntimeError):
+            work.get_future().then(self._land)
 
     def _land(self, _: Any) -> None:
         self._arrived_s = perf_counter()

@@ -47,6 +47,7 @@ class Meshes:
     stage: DeviceMesh
     by_folding: Mapping[Folding, Meshes] = field(default_factory=dict)
     telling: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+    _by_axis: dict[str, DeviceMesh] = field(default_factory=dict, init=False, compare=False)
 
     def of(self, folding: Folding | None) -> Meshes:
         """The meshes of a layer with its own folding; these, where it has none."""
@@ -67,6 +68,12 @@ class Meshes:
 
     def mesh(self, axis: str) -> DeviceMesh:
         """The one-dimensional mesh of this rank on `axis`."""
+        # Slicing takes DeviceMesh 0.4 ms, and a layer asks dozens of times.
+        if axis not in self._by_axis:
+            self._by_axis[axis] = self._slice(axis)
+        return self._by_axis[axis]
+
+    def _slice(self, axis: str) -> DeviceMesh:
         for view in (self.dense, self.moe, self.attention, self.stage):
             if axis in cast("tuple[str, ...]", view.mesh_dim_names):
                 return view[axis]

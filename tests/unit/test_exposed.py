@@ -6,10 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_fold.callbacks import exposed
 from lightning_fold.callbacks.exposed import ExposedTime
 from lightning_fold.telemetry import Flight, Telemetry
+from lightning_fold.topology.comm import FlightLog, Pending
 
 
 def trainer_of(telemetry: Telemetry | None) -> Any:
@@ -63,3 +65,25 @@ def test_a_strategy_that_tells_nothing_is_left_alone() -> None:
     time = ExposedTime()
     time.start(trainer_of(None))
     assert time.read() == {}
+
+
+class Work:
+    """A collective that is done when it is waited for."""
+
+    def wait(self) -> None:
+        """Nothing."""
+
+    def get_future(self) -> Any:
+        """As Gloo's reduce-scatter."""
+        raise NotImplementedError("Work::getFuture not implemented.")
+
+
+def test_a_collective_without_a_future_lands_where_it_is_waited_for() -> None:
+    telemetry, told = Telemetry(), list[Flight]()
+    telemetry.subscribe(Flight, told.append)
+    rows = torch.zeros(2, 3)
+    pending = Pending(rows, Work(), flight=FlightLog("etp", "reduce_scatter", telemetry))
+    assert pending.wait() is rows
+    (flight,) = told
+    assert flight.issued_s <= flight.arrived_s
+    assert flight.arrived_s - flight.issued_s >= flight.waited_s

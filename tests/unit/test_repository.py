@@ -14,7 +14,18 @@ from lightning_fold.topology.folding import Folding
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 FOLDERS = ("lightning_fold", "kernels", "tests", "benchmarks", "recipes", "docs", ".ci")
-TARGETS = {"demo", "demo-pp", "test", "test-full", "mutate", "lint", "aot", "bench", "clean"}
+TARGETS = {
+    "demo",
+    "demo-pp",
+    "test",
+    "test-full",
+    "mutate",
+    "lint",
+    "aot",
+    "bench",
+    "cluster-bench",
+    "clean",
+}
 
 
 def texts() -> Iterator[Path]:
