@@ -49,7 +49,7 @@ class Flight:
 
     Attributes:
         issued_s: When it was started.
-        arrived_s: When its result was there.
+        arrived_s: When its result was there; the end of the wait where the collective cannot tell.
         waited_s: How long this rank stood still for it: the part that was not hidden.
     """
 

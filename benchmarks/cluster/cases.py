@@ -15,6 +15,7 @@ from typing import Any
 from benchmarks.cluster.launch import Placement
 from lightning_fold.config import FoldedConfig
 from lightning_fold.topology.folding import Folding
+from lightning_fold.verify.plan_pipelines import SCHEDULES
 
 NEIGHBOURS = Placement((0, 0, 0, 0, 1, 1, 1, 1))
 ACROSS = Placement((0, 0, 1, 1, 0, 0, 1, 1))
@@ -25,15 +26,6 @@ EXPERTS, TOP_K, WIDTH = 32, 8, 16
 SLOWDOWN = 2600.0
 
 OVERLAPPED = ("1f1b", "interleaved_1f1b", "dualpipev")
-VIRTUAL = {
-    "gpipe": 1,
-    "1f1b": 1,
-    "interleaved_1f1b": 2,
-    "interleaved_zero_bubble": 2,
-    "zbv": 2,
-    "dualpipev": 2,
-}
-
 _DEGREES = {
     "tp": "tensor_parallel_size",
     "cp": "context_parallel_size",
@@ -115,7 +107,7 @@ def schedule_cases() -> list[Case]:
     """
     sizes: dict[str, Any] = {"layers": 8, "rows": 8, "length": 80, "steps": 1}
     cases = []
-    for name in VIRTUAL:
+    for name in SCHEDULES:
         plain = _strategy(name, pp=4, ep=2, num_microbatches=8)
         cases.append(Case(f"schedules.{name}", plain, **sizes))
         if has_overlap() and name in OVERLAPPED:
@@ -144,7 +136,7 @@ def _strategy(schedule: str, *, pp: int, ep: int, num_microbatches: int) -> dict
         "pipeline_parallel_size": pp,
         "expert_parallel_size": ep,
         "pipeline_schedule": schedule,
-        "virtual_pipeline_size": VIRTUAL[schedule],
+        "virtual_pipeline_size": SCHEDULES[schedule],
         "num_microbatches": num_microbatches,
         "router": "balanced",
     }

@@ -37,7 +37,7 @@ class Weaving:
         stages: By number, their layers in order.
         reasons: By number, why another stage with layers runs plainly.
         in_tuple: Whether layers return a tuple around their hidden states.
-        is_random: Whether anything in the model draws random numbers, as far as one can see.
+        is_random: Whether each microbatch needs random numbers of its own.
         repeats: Whether pieces run again in backward: `activation_checkpointing="full"`.
     """
 
@@ -57,7 +57,7 @@ class WeavingPlan:
         names: Of the layers.
         own: This rank's stages.
         in_tuple: As `Weaving`.
-        is_random: As `Weaving`.
+        is_random: Whether anything in the model draws random numbers, as far as one can see.
     """
 
     layers: Mapping[int, MoeLayer | str | None]
@@ -80,7 +80,8 @@ class WeavingPlan:
                     (modules[self.names[i]], _pieces(self.layers[i], folded.balance))
                     for i in stage.layers
                 )
-        return Weaving(stages, reasons, self.in_tuple, self.is_random, repeats)
+        # A piece that is run again has to draw the same, also what nobody knows of.
+        return Weaving(stages, reasons, self.in_tuple, self.is_random or repeats, repeats)
 
     def _reason(self, i: int) -> str | None:
         found = self.layers[i]

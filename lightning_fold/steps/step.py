@@ -256,9 +256,7 @@ class UserStep:
         assert weaving is not None, "a stage is woven"
         watch = context.folded.watch
         precision = partial(context.forward_context, self.name)
-        # A piece that is run again has to draw the same, also what nobody knows of.
-        is_random = weaving.is_random or weaving.repeats
-        around = Around(watch, precision, store, is_random=is_random)
+        around = Around(watch, precision, store, is_random=weaving.is_random)
         calls = StageCalls(
             before=partial(self._before, stage, microbatch),
             behind=partial(self._behind, stage, microbatch)

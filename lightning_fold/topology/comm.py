@@ -8,10 +8,7 @@ has; even ones use the tensor collectives.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -20,6 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from lightning_fold.telemetry import CollectiveBytes, Flight, Telemetry
+from lightning_fold.topology.flight_log import FlightLog
 from lightning_fold.topology.meshes import Meshes
 
 # torch 2.13 renames the tensor collectives and warns about the older names.
@@ -64,39 +62,6 @@ class Pending:
             self._work.wait()
         self._work = self._sent = self._flight = None
         return self._out if self._last is None else self._last(self._out)
-
-
-class FlightLog:
-    """Emits a `Flight` when a collective has been waited for; host clock.
-
-    Args:
-        axis: Whose ranks take part.
-        operation: Its name.
-        telemetry: Where to.
-    """
-
-    def __init__(self, axis: str, operation: str, telemetry: Telemetry) -> None:
-        self._name, self._telemetry = (axis, operation), telemetry
-        self._issued, self._arrived = perf_counter(), threading.Event()
-        self._arrived_s = 0.0
-
-    def watch(self, work: Any) -> None:
-        """Note when `work` is done, where it can tell: a reduce-scatter of Gloo has no future."""
-        with suppress(RuntimeError):
-            work.get_future().then(self._land)
-
-    def _land(self, _: Any) -> None:
-        self._arrived_s = perf_counter()
-        self._arrived.set()
-
-    def wait(self, work: Any) -> None:
-        """Wait for `work`, and tell."""
-        began = perf_counter()
-        work.wait()
-        ended = perf_counter()
-        # The callback may be a moment late; the wait's own end bounds the arrival.
-        arrived = min(self._arrived_s, ended) if self._arrived.is_set() else ended
-        self._telemetry.emit(Flight(*self._name, self._issued, arrived, ended - began))
 
 
 class Works(tuple[Any, ...]):

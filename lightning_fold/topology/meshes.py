@@ -121,8 +121,9 @@ def build_meshes(
         return DeviceMesh.from_group(own, device_type, mesh=grid, mesh_dim_names=axes)
 
     def telling(grid: torch.Tensor) -> dict[str, dist.ProcessGroup]:
-        axes = [axis for axis in ("ep", "etp") if tells_apart]
-        ranks = {axis: _my_ranks(grid, MOE_AXES.index(axis)) for axis in axes}
+        if not tells_apart:
+            return {}
+        ranks = {axis: _my_ranks(grid, MOE_AXES.index(axis)) for axis in ("ep", "etp")}
         return {
             axis: _new_group(own, desc=f"{axis} counts", timeout=timeout)
             for axis, own in ranks.items()

@@ -131,7 +131,7 @@ def _equal_data() -> contextlib.AbstractContextManager[Any]:
     def first(self: Any) -> dict[str, Any]:
         return {"num_replicas": self.comm.size("dp"), "rank": 0}
 
-    owner = stepping.SteppingStrategy
+    owner = strategy.FoldedMoEStrategy
     return mock.patch.object(owner, "distributed_sampler_kwargs", property(first))
 
 

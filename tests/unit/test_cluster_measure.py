@@ -253,4 +253,7 @@ def test_report_lines_are_aligned() -> None:
 
 def test_sleeper_serves_any_module() -> None:
     # No attention of the built-in decoder, nothing to slow.
-    emulate.slow_attention(nn.Linear(2, 2), emulate.Sleeper(), 1.0)
+    sleeper, module = emulate.Sleeper(), nn.Linear(2, 2)
+    emulate.slow_attention(module, sleeper, 1.0)
+    module(torch.ones(1, 2)).sum().backward()
+    assert sleeper.slept == []

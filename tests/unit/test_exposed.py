@@ -11,7 +11,8 @@ import torch
 from lightning_fold.callbacks import exposed
 from lightning_fold.callbacks.exposed import ExposedTime
 from lightning_fold.telemetry import Flight, Telemetry
-from lightning_fold.topology.comm import FlightLog, Pending
+from lightning_fold.topology.comm import Pending
+from lightning_fold.topology.flight_log import FlightLog
 
 
 def trainer_of(telemetry: Telemetry | None) -> Any:

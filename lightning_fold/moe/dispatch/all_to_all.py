@@ -19,6 +19,7 @@ the way back.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -75,12 +76,29 @@ class Agreed:
     counts: Counts
 
 
-class AllToAllDispatcher(SegmentedDispatcher[Told, Agreed]):
-    """Sends every routed row over ep and etp. One host synchronisation a layer, for the sizes."""
+AnyTold = TypeVar("AnyTold", bound=Told)
+
+
+class TellingDispatcher(SegmentedDispatcher[AnyTold, Agreed]):
+    """What `all_to_all` and `dedup` share: ranks tell what comes, and rows take `Wire`'s way."""
 
     def __init__(self, comm: Comm) -> None:
         super().__init__(comm)
         self.wire = Wire(comm)
+
+    def settle(self, routing: Routing, begun: AnyTold) -> Trip[Agreed]:
+        """See `SegmentedDispatcher`. Collective over ep and etp."""
+        counts = self.wire.agree(routing, begun.rows_P, begun.told)
+        hops = self.route_of(*self.wire.hops(counts.splits))
+        return Trip(hops, sum(counts.splits.send), Agreed(begun.sent, counts))
+
+    def bring_home(self, rows_ND: Tensor, trip: Trip[Agreed]) -> Tensor:
+        """See `SegmentedDispatcher`."""
+        return trip.state.sent.bring_home(rows_ND)
+
+
+class AllToAllDispatcher(TellingDispatcher[Told]):
+    """Sends every routed row over ep and etp. One host synchronisation a layer, for the sizes."""
 
     def begin(self, routing: Routing) -> Told:
         """See `SegmentedDispatcher`. Collective over ep and etp."""
@@ -97,12 +115,6 @@ class AllToAllDispatcher(SegmentedDispatcher[Told, Agreed]):
         weights_N1 = routing.weights_TK.reshape(-1, 1).index_select(0, sent.order_N)
         return permute(x_TD, sent.order_N, sent.inverse_N, sent.copies), weights_N1
 
-    def settle(self, routing: Routing, begun: Told) -> Trip[Agreed]:
-        """See `SegmentedDispatcher`. Collective over ep and etp."""
-        counts = self.wire.agree(routing, begun.rows_P, begun.told)
-        hops = self.route_of(*self.wire.hops(counts.splits))
-        return Trip(hops, sum(counts.splits.send), Agreed(begun.sent, counts))
-
     def arrive(self, parts: tuple[Tensor, ...], trip: Trip[Agreed]) -> ExpertRows:
         """See `SegmentedDispatcher`."""
         source_SD, weights_S1 = parts
@@ -116,7 +128,3 @@ class AllToAllDispatcher(SegmentedDispatcher[Told, Agreed]):
             counts_e=counts.pairs_PSe.sum((0, 1)),
             sizes=counts.splits.experts,
         )
-
-    def bring_home(self, rows_ND: Tensor, trip: Trip[Agreed]) -> Tensor:
-        """See `SegmentedDispatcher`."""
-        return trip.state.sent.bring_home(rows_ND)

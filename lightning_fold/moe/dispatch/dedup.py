@@ -22,12 +22,15 @@ import torch
 from torch import Tensor
 
 from fold_kernels.permute import permute, sort_by_expert
-from lightning_fold.moe.dispatch.all_to_all import Agreed, SentRows, Told
-from lightning_fold.moe.dispatch.base import SegmentedDispatcher, Trip, expand
-from lightning_fold.moe.dispatch.wire import Wire
+from lightning_fold.moe.dispatch.all_to_all import (
+    Agreed,
+    SentRows,
+    TellingDispatcher,
+    Told,
+)
+from lightning_fold.moe.dispatch.base import Trip, expand
 from lightning_fold.moe.experts import ExpertRows
 from lightning_fold.moe.routing import Routing
-from lightning_fold.topology.comm import Comm
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,8 @@ class ToldOnce(Told):
     goes: Destinations
 
 
-class DedupDispatcher(SegmentedDispatcher[ToldOnce, Agreed]):
+class DedupDispatcher(TellingDispatcher[ToldOnce]):
     """Sends a token once to every ep rank that it needs. One host synchronisation a layer."""
-
-    def __init__(self, comm: Comm) -> None:
-        super().__init__(comm)
-        self.wire = Wire(comm)
 
     def begin(self, routing: Routing) -> ToldOnce:
         """See `SegmentedDispatcher`. Collective over ep and etp."""
@@ -73,12 +72,6 @@ class DedupDispatcher(SegmentedDispatcher[ToldOnce, Agreed]):
         )
         return rows_ND, weights_NK, self._local_ids(routing, begun.goes, sent.order_N)
 
-    def settle(self, routing: Routing, begun: ToldOnce) -> Trip[Agreed]:
-        """See `SegmentedDispatcher`. Collective over ep and etp."""
-        counts = self.wire.agree(routing, begun.rows_P, begun.told)
-        hops = self.route_of(*self.wire.hops(counts.splits))
-        return Trip(hops, sum(counts.splits.send), Agreed(begun.sent, counts))
-
     def arrive(self, parts: tuple[Tensor, ...], trip: Trip[Agreed]) -> ExpertRows:
         """See `SegmentedDispatcher`."""
         source_SD, weights_SK, ids_SK = parts
@@ -90,10 +83,6 @@ class DedupDispatcher(SegmentedDispatcher[ToldOnce, Agreed]):
             counts_e=counts.pairs_PSe.sum((0, 1)),
             sizes=counts.splits.experts,
         )
-
-    def bring_home(self, rows_ND: Tensor, trip: Trip[Agreed]) -> Tensor:
-        """See `SegmentedDispatcher`."""
-        return trip.state.sent.bring_home(rows_ND)
 
     def _local_ids(self, routing: Routing, goes: Destinations, order_N: Tensor) -> Tensor:
         """Experts of every row as its receiver numbers them, int32 [N, K]; -1 for none."""
