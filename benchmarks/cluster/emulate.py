@@ -1,4 +1,4 @@
-"""Compute that is slept, and exchanges that are not made: what an emulated cluster is made of.
+"""Compute that is slept: what an emulated cluster computes.
 
 A piece takes its time in the forward, as long for the gradient of its input in the backward, and as
 long once more for the gradients of its weights: at once, or whenever the active store
@@ -20,12 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from fold_kernels.weight_store import WeightStore, active_store
+from fold_kernels.weight_store import Gradients, PutOff, WeightStore, active_store
 from lightning_fold.model.decoder import Attention
 from lightning_fold.topology.comm import Comm, Pending, Works
-
-ROW_AXES = ("ep", "etp")
-"""The axes that rows of tokens travel on."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +89,25 @@ class Sleeper:
             self._mark_s = time.perf_counter()
 
     def piece(
-        self, what: str, seconds: float, run: Callable[[Tensor], Tensor], x: Tensor
+        self,
+        what: str,
+        seconds: float,
+        run: Callable[[Tensor], Tensor],
+        x: Tensor,
+        *,
+        put_off: PutOff | None = None,
     ) -> Tensor:
-        """`run(x)`, which takes so long, and so does each half of its backward."""
-        backward = _Backward(self, what, seconds, active_store())
+        """`run(x)`, which takes so long, and so does each half of its backward.
+
+        Args:
+            what: Of `Slept`.
+            seconds: Of each.
+            run: Computes.
+            x: Its input.
+            put_off: Where `run` leaves its weights' gradients, a `_SlowGradients`; None is the
+                active store, or nowhere.
+        """
+        backward = _Backward(self, what, seconds, active_store(), put_off)
         self.begin()
         out = run(_Enter.apply(x, backward))
         self.end(what, "F", seconds)
@@ -164,23 +176,6 @@ def waits_told(sleeper: Sleeper) -> Iterator[None]:
             setattr(owner, name, original)
 
 
-@contextmanager
-def without_exchanges() -> Iterator[None]:
-    """Send no rows: what would arrive over `ROW_AXES` is there at once, with another content.
-
-    The lower bound of a step's time. A rank gets zeros where rows would come, and its own counts in
-    place of its peers', which are the same under an even load.
-    """
-    originals = {name: getattr(Comm, name) for name in _STAND_INS}
-    for name, stand_in in _STAND_INS.items():
-        setattr(Comm, name, _local(originals[name], stand_in, starts=name.startswith("start")))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(Comm, name, original)
-
-
 _WAITS: tuple[tuple[type[Any], str], ...] = (
     (Pending, "wait"),
     (Works, "wait"),
@@ -211,9 +206,12 @@ class _Backward:
     what: str
     seconds: float
     store: WeightStore | None
+    put_off: PutOff | None
 
     def end(self) -> None:
         self.sleeper.end(self.what, "I", self.seconds)
+        if self.put_off is not None:
+            return
         if self.store is None:
             self.weights()
         else:
@@ -224,6 +222,32 @@ class _Backward:
         self.sleeper.begin()
         self.sleeper.end(self.what, "W", self.seconds)
         return (None,)
+
+
+@dataclass(frozen=True)
+class _SlowGradients:
+    """Where an operation leaves its weights' gradients, which then take their time."""
+
+    place: PutOff
+    sleeper: Sleeper
+    what: str
+    seconds: float
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        return self.place.weights
+
+    def anchor(self) -> Tensor:
+        return self.place.anchor()
+
+    def leave(self, gradients: Gradients) -> None:
+        def slow() -> Sequence[Tensor | None]:
+            self.sleeper.begin()
+            found = gradients()
+            self.sleeper.end(self.what, "W", self.seconds)
+            return found
+
+        self.place.leave(slow)
 
 
 class _Enter(Function):
@@ -267,49 +291,15 @@ def _slow_rows(
     run_experts: Callable[..., Tensor], sleeper: Sleeper, seconds: float
 ) -> Callable[..., Tensor]:
     def slow(inputs: Any, *, gate_up_e2FD: Tensor, **options: Any) -> Tensor:
+        rows, width = inputs.origin_R.shape[0], gate_up_e2FD.shape[2]
+        spent, place = seconds * rows * width, options.get("put_off")
+        if place is not None:
+            options["put_off"] = place = _SlowGradients(place, sleeper, "experts", spent)
+
         def run(source: Tensor) -> Tensor:
             arrived = replace(inputs, source_SD=source)
             return run_experts(arrived, gate_up_e2FD=gate_up_e2FD, **options)
 
-        rows, width = inputs.origin_R.shape[0], gate_up_e2FD.shape[2]
-        return sleeper.piece("experts", seconds * rows * width, run, inputs.source_SD)
+        return sleeper.piece("experts", spent, run, inputs.source_SD, put_off=place)
 
     return slow
-
-
-def _all_to_all(comm: Comm, x: Tensor, send: Any, recv: Any, *, axis: str) -> Tensor:
-    # Counts are as many to each peer as from it.
-    return x.new_zeros(sum(recv), *x.shape[1:]) if x.is_floating_point() else x.clone()
-
-
-def _gather(comm: Comm, x: Tensor, sizes: Sequence[int], *, axis: str) -> Tensor:
-    if x.is_floating_point():
-        return x.new_zeros(sum(sizes), *x.shape[1:])
-    return x.repeat(len(sizes), *[1] * (x.dim() - 1))
-
-
-def _reduce_scatter(comm: Comm, x: Tensor, sizes: Sequence[int], *, axis: str) -> Tensor:
-    return x.new_zeros(sizes[comm.rank(axis)], *x.shape[1:])
-
-
-_STAND_INS: dict[str, Callable[..., Tensor]] = {
-    f"{start}{name}": stand_in
-    for name, stand_in in (
-        ("all_to_all_rows", _all_to_all),
-        ("all_gather_rows", _gather),
-        ("reduce_scatter_rows", _reduce_scatter),
-    )
-    for start in ("", "start_")
-}
-
-
-def _local(
-    original: Callable[..., Any], stand_in: Callable[..., Tensor], *, starts: bool
-) -> Callable[..., Any]:
-    def call(comm: Comm, x: Tensor, *sizes: Any, axis: str, **options: Any) -> Any:
-        if axis not in ROW_AXES or comm.size(axis) == 1:
-            return original(comm, x, *sizes, axis=axis, **options)
-        out = stand_in(comm, x, *sizes, axis=axis)
-        return Pending(out) if starts else out
-
-    return call

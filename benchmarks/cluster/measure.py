@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from benchmarks.cluster.emulate import ROW_AXES
+from benchmarks.cluster.no_exchange import ROW_AXES
 from lightning_fold.pipeline.executor import Executor
 from lightning_fold.topology.comm import Comm, Pending
 

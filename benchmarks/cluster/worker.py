@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.cluster import cases, emulate, measure
 from benchmarks.cluster.launch import Placement
+from benchmarks.cluster.no_exchange import without_exchanges
 from benchmarks.cluster.proportions import Proportions
 from lightning_fold import FoldedMoEStrategy
 from lightning_fold.callbacks.timeline import PipelineTimeline
@@ -76,7 +77,7 @@ def run(case: cases.Case, folder: Path) -> dict[str, Any]:
     with ExitStack() as stack:
         stack.enter_context(emulate.slow_experts(sleeper, costs.experts, cases.WIDTH))
         stack.enter_context(emulate.waits_told(sleeper))
-        stack.enter_context(nullcontext() if case.exchanges else emulate.without_exchanges())
+        stack.enter_context(nullcontext() if case.exchanges else without_exchanges())
         if case.exchanges:
             is_woven = stack.enter_context(measure.pairs_noted())
             stack.enter_context(measure.watched(exchanges, is_woven=is_woven))

@@ -4,8 +4,8 @@ Kept for backward: the source rows, the first product, the routing weights and t
 kept: gathered rows, activations, outputs. Backward needs no expert output, since with dA' =
 gather(dO) W2 the routing weight's gradient is <dA', A>; A comes from the first product, which
 `recompute` drops as well. Sums over an origin have a fixed order; nothing here synchronises.
-With an active store (`weight_store`) backward leaves the weight gradients there, and what they are
-made of instead of the first product: its gradient, the weighted activation and the rows.
+Weight gradients that are put off (`weight_store`) keep what they are made of instead of the first
+product: its gradient, the weighted activation and the rows.
 """
 
 # Shapes.  S rows that arrived   R pairs in expert order   e local experts
@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from fold_kernels.activation import Activation
 from fold_kernels.expert_forms import Form, Precision, choose_form
 from fold_kernels.expert_operands import Factors, Needs, Operands, empty_factors
-from fold_kernels.weight_store import Delay, delay
+from fold_kernels.weight_store import PutOff, delay
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ def expert_mlp(
     activation: Activation,
     recompute: bool = False,
     precision: Precision = "bf16",
+    put_off: PutOff | None = None,
 ) -> Tensor:
     """Sum over its experts of every row, weighted, [S, D].
 
@@ -68,13 +69,15 @@ def expert_mlp(
         recompute: Whether to compute the first product again in backward instead of keeping it.
         precision: Of the products: `bf16` is the compute dtype, whatever it is; `fp8_block` is
             that of `expert_fp8`, for widths that 128 divides and a compute dtype below fp64.
+        put_off: Where backward leaves the gradients of these two weights; None is the active
+            store, and where there is none they come at once.
 
     Raises:
         ValueError: Widths, counts or precision do not fit.
     """
     _check(source_SD, weights_R, gate_up_e2FD, down_eDF, order)
     keeps = torch.is_grad_enabled() and not recompute
-    put_off, anchor = delay(gate_up_e2FD, down_eDF), None
+    put_off, anchor = put_off or delay(gate_up_e2FD, down_eDF), None
     if put_off is not None:
         anchor = put_off.anchor()
         gate_up_e2FD, down_eDF = gate_up_e2FD.detach(), down_eDF.detach()
@@ -114,7 +117,7 @@ class _Call:
     sizes: tuple[int, ...]
     activation: Activation
     keep_hidden: bool
-    put_off: Delay | None
+    put_off: PutOff | None
     form: Form
 
     def operands(
@@ -179,7 +182,7 @@ class _ExpertMlp(Function):
 
 
 def _late_gradients(
-    form: Form, factors: Factors, weights: tuple[Tensor, Tensor]
+    form: Form, factors: Factors, weights: tuple[Tensor, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
     gate_up, down = weights
     needs = Needs(source=False, gate_up=gate_up.requires_grad, down=down.requires_grad)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -61,19 +61,61 @@ class WeightStore:
         return run
 
 
+class PutOff(Protocol):
+    """Where the backward of one operation leaves the gradients of its weights.
+
+    The operation takes the weights detached, and the anchor as one more input.
+    """
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """As the forward uses them."""
+        ...
+
+    def anchor(self) -> Tensor:
+        """An input that makes autograd run the backward, although no weight is an input."""
+        ...
+
+    def leave(self, gradients: Gradients) -> None:
+        """Leave them; `WeightStore.put` says what `gradients` is."""
+        ...
+
+
+class WeightNode:
+    """A node of the graph, made before its operation, that computes the gradients of its weights.
+
+    Autograd runs it behind the nodes that were made later and before those made earlier: so what
+    is made around it in the forward, such as the two ends of an exchange, is around it in backward.
+    The weights are inputs of the graph as ever. It serves one operation.
+    """
+
+    def __init__(self, *weights: Tensor) -> None:
+        self.weights = weights
+        self._left: list[Gradients] = []
+        self._tie: Tensor = _Node.apply(self._left, *weights)
+
+    def anchor(self) -> Tensor:
+        """See `PutOff`."""
+        return self._tie
+
+    def leave(self, gradients: Gradients) -> None:
+        """See `PutOff`."""
+        self._left.append(gradients)
+
+
 @dataclass(frozen=True)
 class Delay:
-    """Where the backward of one operation leaves the gradients of its weights."""
+    """A place in a store, as `PutOff` says."""
 
     store: WeightStore
     weights: tuple[Tensor, ...]
 
     def anchor(self) -> Tensor:
-        """An input that makes autograd run the backward, although no weight is an input."""
+        """See `PutOff`."""
         return torch.empty(0, device=self.weights[0].device, requires_grad=True)
 
     def leave(self, gradients: Gradients) -> None:
-        """Leave them; `WeightStore.put` says what `gradients` is."""
+        """See `PutOff`."""
         self.store.put(self.weights, gradients)
 
 
@@ -99,8 +141,6 @@ def deferring(store: WeightStore | None) -> Iterator[None]:
 
 def delay(*weights: Tensor) -> Delay | None:
     """Where the operation that is about to run on `weights` has to leave their gradients.
-
-    The operation then takes the weights detached, and the anchor as one more input.
 
     Returns:
         None where their gradients are to come at once, or there will be none.
@@ -138,3 +178,18 @@ class _Late(Function):
         gradients, ctx.gradients = ctx.gradients, None
         with torch.autocast(grad.device.type, enabled=False):
             return None, *gradients()
+
+
+class _Node(Function):
+    """Its backward is the half of an operation's that makes gradients of weights."""
+
+    @staticmethod
+    def forward(ctx: Any, left: list[Gradients], *weights: Tensor) -> Tensor:
+        ctx.left = left
+        return torch.empty(0, device=weights[0].device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.autocast(grad.device.type, enabled=False):
+            return None, *ctx.left.pop()()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fold_kernels.expert_forms import Precision
 from fold_kernels.expert_mlp import Order, expert_mlp
+from fold_kernels.weight_store import PutOff
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ def run_experts(
     activation: Callable[[Tensor], Tensor],
     recompute: bool = False,
     precision: Precision = "bf16",
+    put_off: PutOff | None = None,
 ) -> Tensor:
     """Sum over its experts of every arrived row, weighted, [S, D]: partial sums if etp > 1.
 
@@ -59,6 +61,7 @@ def run_experts(
         activation: Maps [R, 2F], gate half then up half, to [R, F].
         recompute: Whether backward computes the first product again instead of keeping it.
         precision: Of the products; see `fold_kernels.expert_mlp`.
+        put_off: Where backward leaves the weights' gradients; see `fold_kernels.expert_mlp`.
     """
     return expert_mlp(
         inputs.source_SD,
@@ -69,4 +72,5 @@ def run_experts(
         activation=activation,
         recompute=recompute,
         precision=precision,
+        put_off=put_off,
     )

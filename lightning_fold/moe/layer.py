@@ -10,13 +10,13 @@ weights_TK)`. It holds configuration only; parameters stay in the container that
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fold_kernels.expert_forms import Precision
+from fold_kernels.weight_store import WeightNode, active_store
 from lightning_fold.moe.dispatch.base import Dispatcher
 from lightning_fold.moe.experts import ExpertRows, run_experts
 from lightning_fold.moe.routing import Routing
@@ -80,10 +80,20 @@ class FoldedExperts:
             ValueError: Routing weights are NaN; names the layer and the rank.
         """
         routing = self.decide(index_TK, weights_TK)
-        meanwhile = None if self.beside is None else partial(self.beside.run, hidden_TD)
         x_TD = hidden_TD.to(compute_dtype(hidden_TD))
+        put_off: WeightNode | None = None
+
+        def meanwhile() -> None:
+            nonlocal put_off
+            if self.beside is not None:
+                self.beside.run(hidden_TD)
+            # Made while rows are on the wire, so that in backward the weights' gradients are
+            # computed while those of the rows are.
+            if active_store() is None and any(w.requires_grad for w in self._weights):
+                put_off = WeightNode(*self._weights)
+
         rows, state = self.dispatcher.dispatch(x_TD, routing, meanwhile=meanwhile)
-        return self.dispatcher.combine(self.compute(rows), state).to(hidden_TD.dtype)
+        return self.dispatcher.combine(self.compute(rows, put_off), state).to(hidden_TD.dtype)
 
     def decide(self, index_TK: Tensor, weights_TK: Tensor) -> Routing:
         """The router's decision as it is carried out: counted for who asks, cut to the capacity."""
@@ -93,16 +103,27 @@ class FoldedExperts:
             self.telemetry.emit(RoutingCounts(self.name, counts_E, training))
         return routing if self.capacity is None else self.capacity(routing)
 
-    def compute(self, rows: ExpertRows) -> Tensor:
-        """Sum over this rank's experts of every row that has arrived, [S, D]. Local."""
+    def compute(self, rows: ExpertRows, put_off: WeightNode | None = None) -> Tensor:
+        """Sum over this rank's experts of every row that has arrived, [S, D]. Local.
+
+        Args:
+            rows: The rows.
+            put_off: Of this call's weights, where their gradients are not to come at once.
+        """
+        gate_up_e2FD, down_eDF = self._weights if put_off is None else put_off.weights
         return run_experts(
             rows,
-            gate_up_e2FD=local_tensor(self.container.gate_up_proj),
-            down_eDF=local_tensor(self.container.down_proj),
+            gate_up_e2FD=gate_up_e2FD,
+            down_eDF=down_eDF,
             activation=self.activation,
             recompute=self.recompute,
             precision=self.precision,
+            put_off=put_off,
         )
+
+    @property
+    def _weights(self) -> tuple[Tensor, Tensor]:
+        return local_tensor(self.container.gate_up_proj), local_tensor(self.container.down_proj)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -9,7 +9,8 @@ know. Knows no Lightning and no model: what an action computes is `StepCalls`'.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -121,6 +122,7 @@ class _Flight:
     receiving: dict[tuple[str, int, int], Any] = field(default_factory=dict)
     leaving: dict[tuple[str, int, int], tuple[Tensor, ...]] = field(default_factory=dict)
     later: dict[Key, Callable[[], None]] = field(default_factory=dict)
+    left_by: Any = None
 
 
 class Executor:
@@ -176,16 +178,24 @@ class Executor:
         }
         for action in plan.lowered[rank]:
             self.action = action
-            try:
+            with self._named():
                 verbs[action.computation_type](action)
                 self.sends.reap()
-            except Exception as error:
-                raise PipelineError(
-                    f"pipeline: rank {self.comm.global_rank}, {self.where}: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
+        with self._named():
+            self._leave_none()
         self.sends.finish()
         self._flight, self.action = _Flight(), None
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Say of what fails inside where it was."""
+        try:
+            yield
+        except Exception as error:
+            raise PipelineError(
+                f"pipeline: rank {self.comm.global_rank}, {self.where}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     @property
     def where(self) -> str:
@@ -255,21 +265,40 @@ class Executor:
         grads = () if stage == self.num_stages - 1 else self._take("B", stage, m)
         live = self._flight.live.pop(key)
         clock, at_once = partial(self.stamps.of, action), action.computation_type == ir.B
+        # What the backward before has left over.
+        left, had_gap = self._store.take(), False
+
+        def weights() -> None:
+            nonlocal had_gap
+            had_gap = True
+            left()
+            if at_once:
+                self._weights_now()
+
         if isinstance(live, _Live):
             # A model that recomputes its layers in backward has to meet the store of its forward.
             with clock(), deferring(self._store if self._puts_off else None):
                 got = live.backward(grads)
+                weights()
         else:
-            gap = self._weights_now if at_once else None
-            got = yield from live.backward(grads, clock=clock, in_the_gap=gap)
+            got = yield from live.backward(grads, clock=clock, in_the_gap=weights)
+            if not had_gap:
+                with clock():
+                    weights()
         self._flight.begun.discard(key)
-        if self._puts_off and at_once:
-            with clock():
-                self._weights_now()
-        elif self._puts_off:
+        # What the last piece leaves waits for the first gap of the next backward: nothing else is
+        # left to compute there while the row counts of the other half travel.
+        self._flight.left_by = action if at_once else None
+        if self._puts_off and not at_once:
             self._flight.later[key] = self._store.take()
         if stage > 0:
             self._give("B", stage - 1, m, got)
+
+    def _leave_none(self) -> None:
+        """Compute what the last backward has left over."""
+        if self._store.num_left:
+            with self.stamps.of(self._flight.left_by):
+                self._weights_now()
 
     def _weights_now(self) -> None:
         self._store.take()()

@@ -123,6 +123,14 @@ WOVEN = (
     _WOVEN_TWICE.case("decoder-groups", _CP2, feature="bias"),
 )
 """Woven schedules; every test run sees them."""
+_WOVEN_DEEP = Way("1f1b", 1, 10, FOUR, overlap=True)
+WOVEN_EIGHT = (
+    _WOVEN.case("decoder", "tp1cp1dp4pp2-etp2ep2edp1", feature="aux", clip=True),
+    _WOVEN_TWICE.case("qwen3_moe", "tp1cp2dp2pp2-etp2ep2edp1"),
+    _WOVEN_DUAL.case("mixtral", "tp2cp1dp2pp2-etp2ep2edp1", feature="selective", clip=True),
+    _WOVEN_DEEP.case("decoder", "tp1cp1dp2pp4-etp1ep2edp1", feature="full"),
+)
+"""The same where ep and etp are both spread inside a stage, and over four stages."""
 
 
 def pipelines(world: int) -> list[Case]:
@@ -220,7 +228,7 @@ def _folded_cases() -> list[Case]:
             cases.append(way.case(model, mapping, feature="selective", clip=j > 0))
     full = [way.case("decoder", MAPPINGS[0], feature="full") for way in (_PLAIN, _ZBV)]
     aux = [_ways(mapping)[0].case("decoder", mapping, feature="aux") for mapping in MAPPINGS[:5]]
-    return [*cases, *full, *aux]
+    return [*cases, *full, *aux, *WOVEN_EIGHT]
 
 
 def _ways(mapping: str) -> Sequence[Way]:

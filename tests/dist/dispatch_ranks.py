@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from lightning_fold.model.swap import swap_experts
 from lightning_fold.model.token_layout import ask_peers
 from lightning_fold.moe.capacity import Capacity
 from lightning_fold.moe.tokens import RunningTokens, TokenLayout
-from lightning_fold.telemetry import Telemetry
+from lightning_fold.telemetry import Flight, Telemetry
 from lightning_fold.topology.comm import Comm
 from lightning_fold.topology.meshes import build_meshes
 from lightning_fold.verify.plan import Case
@@ -175,7 +176,8 @@ class Rank:
     def __init__(self, case: Case) -> None:
         if not dist.is_initialized():
             dist.init_process_group("gloo")
-        self.comm = Comm(build_meshes(case.folding, "cpu"), Telemetry())
+        self.telemetry = Telemetry()
+        self.comm = Comm(build_meshes(case.folding, "cpu"), self.telemetry)
         self.rank, self.world = dist.get_rank(), case.folding.world
 
     def results(self) -> dict[str, Any]:
@@ -241,6 +243,33 @@ class Rank:
             summed = whole.full_tensor()
         return summed.flatten(1, 2) if summed.dim() == 4 else summed
 
+    def gaps_filled(self) -> dict[str, bool]:
+        """Whether weight gradients came between the launch of some rows' gradients and the wait."""
+        found = {}
+        alone = self.comm.size("ep") * self.comm.size("etp") == 1
+        for dispatcher in [] if alone else ["all_to_all", "all_gather", "dedup"]:
+            inputs, module = build_inputs("even", self.world), Experts(8)
+            self.fold(module, dispatcher, None, tokens=5)
+            hidden = inputs.hidden[self.rank].requires_grad_()
+            weights = inputs.weights[self.rank].requires_grad_()
+            out = module(hidden, inputs.index[self.rank], weights)
+            flights: list[tuple[float, float]] = []
+            computed: list[float] = []
+            for parameter in module.parameters():
+                parameter.register_hook(lambda _, c=computed: c.append(perf_counter()))
+
+            def landed(flight: Flight, known: Any = flights) -> None:
+                known.append((flight.issued_s, perf_counter()))
+
+            self.telemetry.subscribe(Flight, landed)
+            out.sum().backward()
+            self.telemetry.unsubscribe(Flight, landed)
+            assert len(computed) == 2
+            found[dispatcher] = all(
+                any(start < moment < end for start, end in flights) for moment in computed
+            )
+        return found
+
     def nan_errors(self) -> dict[str, str]:
         """What this rank is told when rank 1 routes by NaN; nothing outside of its ep x etp."""
         told = {}
@@ -263,7 +292,7 @@ def run(case: Case, folder: Path) -> None:
     """Run everything under one mapping and leave its process groups."""
     rank = Rank(case)
     torch.save(
-        {"results": rank.results(), "nan": rank.nan_errors()},
+        {"results": rank.results(), "nan": rank.nan_errors(), "filled": rank.gaps_filled()},
         folder / f"rank{os.environ['RANK']}.pt",
     )
     dist.barrier()

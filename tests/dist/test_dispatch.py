@@ -117,3 +117,13 @@ def test_nan_weights_are_told_by_all_peers_with_layer_and_rank(
         assert bool(result["nan"]) is (rank in peers)
         for message in result["nan"].values():
             assert message.startswith("model.experts: NaN routing weights on rank 1. ")
+
+
+@pytest.mark.parametrize("mapping", [as_param(mapping) for mapping in WORLD_OF])
+def test_gradients_of_weights_are_computed_while_those_of_rows_travel(
+    mapping: str, ranks_of: Worlds
+) -> None:
+    for result in ranks_of(mapping):
+        wanted = [name for name in dispatchers(mapping) if name != "local"]
+        has_peers = not mapping.endswith("etp1ep1edp2")
+        assert result["filled"] == (dict.fromkeys(wanted, True) if has_peers else {})

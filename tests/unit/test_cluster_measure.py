@@ -15,8 +15,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.cluster import emulate, measure, report
 from benchmarks.cluster.measure import Exchange
+from benchmarks.cluster.no_exchange import without_exchanges
 from benchmarks.cluster.proportions import Proportions
-from fold_kernels.weight_store import WeightStore, deferring
+from fold_kernels.swiglu import swiglu
+from fold_kernels.weight_store import WeightNode, WeightStore, deferring
 from lightning_fold.model.decoder import Decoder, DecoderConfig
 from lightning_fold.moe.experts import ExpertRows
 from lightning_fold.topology.comm import Comm, Pending
@@ -153,9 +155,34 @@ def test_experts_take_their_time_by_rows_and_local_width(
     assert pieces(sleeper) == [("F", 1.5)]
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_weight_gradients_take_their_time_where_they_are_computed(
+    clock: Clock, apart: bool
+) -> None:
+    from lightning_fold.moe import layer
+
+    sleeper = emulate.Sleeper()
+    gate_up, down = torch.ones(1, 2, 4, 4).requires_grad_(), torch.ones(1, 4, 4).requires_grad_()
+    with emulate.slow_experts(sleeper, 0.5, width=4):
+        counts = torch.tensor([2])
+        source = torch.ones(2, 4).requires_grad_()
+        rows = ExpertRows(source, torch.arange(2), torch.ones(2), counts, [2])
+        out = layer.run_experts(
+            rows,
+            gate_up_e2FD=gate_up,
+            down_eDF=down,
+            activation=swiglu,
+            put_off=WeightNode(gate_up, down) if apart else None,
+        )
+        out.sum().backward()
+    assert pieces(sleeper) == [("F", 1.0), ("I", 1.0), ("W", 1.0)]
+    assert gate_up.grad is not None
+    assert down.grad is not None
+
+
 def test_without_exchanges_nothing_is_sent_and_shapes_are_right(comm: Comm) -> None:
     rows, counts = torch.ones(4, 3), torch.tensor([[1, 2], [3, 4]])
-    with emulate.without_exchanges():
+    with without_exchanges():
         arrived = comm.start_all_to_all_rows(rows, [1, 3], [2, 5], axis="ep").wait()
         assert arrived.tolist() == torch.zeros(7, 3).tolist()
         told = comm.start_all_to_all_rows(counts, [1, 1], [1, 1], axis="ep").wait()

@@ -103,6 +103,22 @@ def test_recipe_is_named_after_the_mapping_it_configures(recipe: Path) -> None:
     )
 
 
+def test_demos_train_on_the_same_batches() -> None:
+    demos = [recipe for recipe in RECIPES if recipe.name.startswith("demo")]
+    assert len(demos) == 2
+    rows = set()
+    for recipe in demos:
+        written = yaml.safe_load(recipe.read_text())
+        rows.add(
+            (
+                written["data"]["init_args"]["batch_size"] * mapping_of(recipe).dp,
+                written["data"]["init_args"]["seq_len"],
+                written["trainer"]["max_steps"],
+            )
+        )
+    assert len(rows) == 1
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
 def test_recipe_is_accepted_by_the_command_line(
     recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

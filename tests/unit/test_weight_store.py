@@ -21,7 +21,7 @@ from fold_kernels.expert_forms import form_of
 from fold_kernels.expert_mlp import Order
 from fold_kernels.expert_mlp import expert_mlp as run_experts
 from fold_kernels.swiglu import swiglu
-from fold_kernels.weight_store import WeightStore, active_store, deferring
+from fold_kernels.weight_store import WeightNode, WeightStore, active_store, deferring
 from lightning_fold.model.linear import apply_linear, defer_linears
 
 # Shapes.  S rows   R pairs in expert order   e experts   D model width   W expert width
@@ -367,6 +367,43 @@ def test_experts_of_16_bits_give_the_same_bits_in_the_weights_dtype(form) -> Non
     got = gradients(run, inputs, WeightStore())
     assert [grad.dtype for grad in got] == [BF16, FP32, FP32, FP32]
     assert_same(got, plain)
+
+
+@pytest.mark.parametrize("frozen", [(), (0, 1), (2,), (3,)], ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_a_node_gives_the_same_bits_where_it_was_made(sizes, frozen, form) -> None:
+    inputs, order = experts(sizes)
+    for i in frozen:
+        inputs[i].requires_grad_(False)
+    events: list[str] = []
+
+    def run(between: bool) -> Tensor:
+        source, *rest = inputs
+        node = WeightNode(*inputs[2:]) if between else None
+        later = source.clone() if source.requires_grad else source
+        if later is not source:
+            later.register_hook(lambda _: events.append("rows"))
+        return run_experts(later, *rest, order, activation=swiglu, put_off=node)
+
+    plain = gradients(lambda: run(False), inputs, None)
+    hooks = [x.register_hook(lambda _: events.append("w")) for x in inputs[2:] if x.requires_grad]
+    events.clear()
+    assert_same(gradients(lambda: run(True), inputs, None), plain)
+    # The clone is younger than the node, so it goes first.
+    assert events == ["rows"] * (0 not in frozen) + ["w"] * len(hooks)
+
+
+def test_a_node_is_part_of_the_graph() -> None:
+    inputs, order = experts([2, 0, 3])
+
+    def out(**options) -> Tensor:
+        return run_experts(*inputs, order, activation=swiglu, **options).square().sum()
+
+    plain = torch.autograd.grad(out(), inputs[2:])
+    late = out(put_off=WeightNode(*inputs[2:]))
+    for _ in range(2):
+        assert_same(torch.autograd.grad(late, inputs[2:], retain_graph=True), plain)
+    assert all(x.grad is None for x in inputs)
 
 
 @pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (3,), (2, 3), (0, 1)], ids=str)

@@ -21,9 +21,11 @@ PARITY: dict[int, dict[str, tuple[str, ...]]] = {
             "adamw_fused",
         ),
         "pp2zbv": ("clipped_accumulated", "few"),
+        "pp2woven": ("validated", "clipped_accumulated"),
     },
     4: {
         "pp2ep2": ("clipped_accumulated", "padded"),
+        "pp2ep2woven": ("clipped_accumulated",),
         "tp2ep2": ("narrow", "padded", "clipped_accumulated", "fp32"),
         "tp2ep4": ("one_expert_each", "all_experts"),
         "tp4ep4": ("short",),
@@ -46,10 +48,15 @@ SLOW_PARITY: dict[int, dict[str, tuple[str, ...]]] = {
             "frozen_embedding", "unfreezing", "stale", "fp32", "grouped", "late", "checkpointed",
         ),
         "pp2zbv": ("tied", "padded", "checkpointed", "grouped"),
+        "pp2woven": (
+            "interrupted", "padded", "odd_length", "tied", "biased", "frozen_router",
+            "frozen_experts", "frozen_embedding", "unfreezing", "grouped", "late", "stale", "fp32",
+            "few",
+        ),
     },
     4: {
         "tp4ep4": ("tied",), "tp2ep4": ("sgd",), "pp2tp2": ("validated", "tied", "padded"),
-        "pp2ep2": ("validated", "grouped"),
+        "pp2ep2": ("validated", "grouped"), "pp2ep2woven": ("padded", "frozen_experts"),
     },
 }  # fmt: skip
 
@@ -72,7 +79,8 @@ OTHERS: dict[int, tuple[str, ...]] = {
         "held-full@dp2", "held-optimizer@dp2",
         "entry_points@pp2", "predict-33@pp2", "logging@pp2", "callbacks-sharded@pp2",
         "plateau@pp2", "dropout@pp2", "precision-16-mixed_torch@pp2", "overflow@pp2",
-        "served@pp2", "own_loss@pp2", "packed@pp2", "refused@pp2",
+        "served@pp2", "own_loss@pp2", "packed@pp2", "refused@pp2", "overflow@pp2woven",
+        "precision-bf16-mixed@pp2", "precision-bf16-mixed@pp2woven",
         "resume-sharded_grouped@pp2", "written-adamw@pp2", "adopted-2_adamw_ddp@pp2",
     ),
     4: (
@@ -84,8 +92,9 @@ OTHERS: dict[int, tuple[str, ...]] = {
 SLOW_OTHERS: dict[int, tuple[str, ...]] = {
     2: (
         "unseeded@pp2", "sampler@pp2", "callbacks-whole@pp2", "second_module@pp2", "reshard@pp2",
-        "dropout-recomputed@pp2", "precision-64-true@pp2", "precision-bf16-mixed@pp2",
-        "precision-bf16-true@pp2", "precision-16-mixed@pp2", "resume-whole_grouped@pp2",
+        "dropout-recomputed@pp2", "precision-64-true@pp2", "precision-bf16-true@pp2",
+        "precision-16-mixed@pp2", "precision-bf16-true@pp2woven", "precision-16-mixed@pp2woven",
+        "resume-whole_grouped@pp2",
         "written-grouped@pp2", "early-sharded@pp2", "weights_only-whole@pp2",
         "dropped-sharded@pp2", "rotated-behind@pp2",
     ),

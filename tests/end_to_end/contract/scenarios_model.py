@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from contract.models import Lit, batches, mixtral
 from contract.scenarios_parity import adamw, checkpointed, parts_of, whole
-from contract.worker import Context
+from contract.worker import Context, woven_stages
 from lightning_fold.precision import FoldedGradScaler
 from lightning_fold.telemetry import CollectiveBytes, RoutingCounts
 
@@ -107,6 +107,7 @@ def precision(context: Context) -> dict[str, Any]:
         "losses": torch.stack(module.losses).float(),
         "parameters": sorted({str(p.dtype) for p in module.parameters()}),
         "moments": sorted(moments),
+        "woven": woven_stages(trainer),
     }
 
 

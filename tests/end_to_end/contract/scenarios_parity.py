@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from contract.models import Lit, batches, mixtral, sgd
-from contract.worker import Context
+from contract.worker import Context, woven_stages
 
 
 def adamw(module: Lit, **options: Any) -> Any:
@@ -221,6 +221,7 @@ def fit(context: Context) -> dict[str, Any]:
         "val_loss": trainer.callback_metrics.get("val_loss", torch.tensor(0.0)),
         "norms": torch.stack(norms.seen or [torch.zeros(())]).double(),
         "steps": trainer.global_step,
+        "woven": woven_stages(trainer),
     }
 
 

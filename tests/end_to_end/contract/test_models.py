@@ -68,7 +68,22 @@ def test_precision_trains_with_its_dtypes(scenario: str, dtype: str, two: Run) -
         assert rank["losses"][-1] < 0.5 * rank["losses"][0]
 
 
-@pytest.mark.parametrize("mapping", ["ep2", "pp2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bf16-mixed",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("bf16-true", "16-mixed")),
+    ],
+)
+def test_weaving_keeps_to_a_low_precision(name: str, two: Run) -> None:
+    """The same roundings: weights come to each piece as to the whole layer."""
+    woven, plain = two(f"precision-{name}@pp2woven"), two(f"precision-{name}@pp2")
+    assert woven["woven"]
+    assert woven["parameters"] == plain["parameters"]
+    torch.testing.assert_close(woven["losses"], plain["losses"], rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("mapping", ["ep2", "pp2", "pp2woven"])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(mapping: str, two: Run) -> None:
     for rank in two.ranks(f"overflow@{mapping}"):
         assert rank["skipped"] == [True]

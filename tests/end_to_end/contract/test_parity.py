@@ -29,6 +29,7 @@ def test_training_equals_plain_lightning(
     distance, name = worst_move(result, reference)
     assert distance < tolerance, f"{name}: {distance:.1e}"
     assert result["steps"] == reference["steps"]
+    assert bool(result["woven"]) == ("woven" in scenario)
     assert float(result["val_loss"]) == pytest.approx(float(reference["val_loss"]), rel=1e-6)
     moved = [n for n, b in reference["before"].items() if not torch.equal(reference["after"][n], b)]
     assert len(moved) >= len(reference["before"]) // 2

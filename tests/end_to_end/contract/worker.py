@@ -48,9 +48,17 @@ MAPPINGS: dict[str, dict[str, Any]] = {
         "virtual_pipeline_size": 2,
         "pipeline_layout": "E|t|t|L",
     },
+    "pp2woven": {**PP2, "pipeline_overlap": True},
     "pp2ep2": {**PP2, "num_microbatches": 2, "expert_parallel_size": 2},
+    "pp2ep2woven": {**PP2, "expert_parallel_size": 2, "pipeline_overlap": True},
     "pp2tp2": {**PP2, "tensor_parallel_size": 2},
 }
+
+
+def woven_stages(trainer: pl.Trainer) -> list[int]:
+    """Stages of this rank whose layers run in pieces."""
+    pipeline = getattr(trainer.strategy, "pipeline", None)
+    return sorted(pipeline.weaving.stages) if pipeline and pipeline.weaving else []
 
 
 @dataclass
