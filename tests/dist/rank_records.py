@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_fold.verify.launch import run_world
+from lightning_fold.verify.launch import CASE_TIMEOUT, run_world
 from lightning_fold.verify.plan import Case
 from lightning_fold.verify.worker import leave_groups
 
@@ -23,10 +23,15 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_records(
-    world: int, cases: Sequence[Case], folder: Path, run: Callable[[Case, Path], None]
+    world: int,
+    cases: Sequence[Case],
+    folder: Path,
+    run: Callable[[Case, Path], None],
+    *,
+    case_timeout: float = CASE_TIMEOUT,
 ) -> Records:
     """Run `cases` on `world` ranks, started once; the records of every case, by rank."""
-    result = run_world(world, cases, folder, run=run)
+    result = run_world(world, cases, folder, case_timeout=case_timeout, run=run)
     assert result.failure is None, result.failure
     return {
         case: [json.loads((folder / case.key / f"{r}.json").read_text()) for r in range(world)]

@@ -48,7 +48,8 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
 
 @pytest.fixture(scope="module")
 def long_records(tmp_path_factory: pytest.TempPathFactory) -> Records:
-    return read_records(4, [MANY, *MANY_LATE], tmp_path_factory.mktemp("long"), run_woven)
+    folder = tmp_path_factory.mktemp("long")
+    return read_records(4, [MANY, *MANY_LATE], folder, run_woven, case_timeout=1500.0)
 
 
 def overlapped(record: dict[str, Any]) -> int:
