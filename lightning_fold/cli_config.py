@@ -57,11 +57,16 @@ def writable(command: str, name: str | None, option: str) -> Path | None:
     """Return the path of a file that a command is to write, None where it is not asked for.
 
     Raises:
-        UsageError: It is a directory, or lies in none.
+        UsageError: It is a directory, or lies in none, or says that it is no picture.
     """
     if name is None:
         return None
     path = Path(name)
+    if option == "--png" and path.suffix.lower() != ".png":
+        raise UsageError(
+            f"{command}: --png {name!r} would be a PNG under another name. Legal: a name that "
+            "ends in .png. Change `--png`."
+        )
     if path.is_dir() or not path.parent.is_dir():
         reason = "is a directory" if path.is_dir() else f"lies in no directory ({path.parent})"
         raise UsageError(f"{command}: {option} {name!r} {reason}. Change `{option}`.")

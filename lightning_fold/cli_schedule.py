@@ -80,6 +80,7 @@ def run_schedule(words: list[str]) -> None:
         to_file["json"] = None
     files = {name: writable("schedule", file, f"--{name}") for name, file in to_file.items()}
     try:
+        _costs(options).check(num_stages=1)
         shown, references, refused = _rows(options)
     except ValueError as error:
         raise type(error)(in_options(str(error), _OPTIONS)) from None
@@ -92,7 +93,7 @@ def run_schedule(words: list[str]) -> None:
         write_whole(files["json"], (json.dumps(_json(options, shown), indent=1) + "\n").encode())
     if files["png"] is not None:
         title = f"pp {options.pp}, {options.microbatches} microbatches"
-        title += ", woven" if options.overlap else ""
+        title += ", woven" if options.overlap and options.schedule != ALL else ""
         draw_timelines(timelines, files["png"], title=title, unit=_UNIT)
     if files["trace"] is not None:
         write_trace(files["trace"], timelines)
@@ -173,13 +174,17 @@ def _row(options: argparse.Namespace, name: str, vpp: int | None, *, overlap: bo
         group=options.group if is_asked else None,
         overlap=overlap,
     )
-    costs = Costs(
+    return _Row(plan, simulate(plan, _costs(options, chunks)))
+
+
+def _costs(options: argparse.Namespace, chunks: int = 1) -> Costs:
+    """Of one of a rank's chunks."""
+    return Costs(
         forward=options.forward / chunks,
         input_grad=options.input_grad / chunks,
         weight_grad=options.weight_grad / chunks,
         hop=options.hop,
     )
-    return _Row(plan, simulate(plan, costs))
 
 
 def _json(options: argparse.Namespace, rows: list[_Row]) -> dict[str, Any]:

@@ -99,8 +99,10 @@ def _usual_duration(timelines: Mapping[str, Timeline]) -> float:
 
 def _heading(name: str, timeline: Timeline, unit: str) -> str:
     live = max(timeline.peak_live.values(), default=0)
+    # Any other unit is said once, under the axis.
+    seconds = " s" if unit == "s" else ""
     return (
-        f"{name}: bubble {timeline.bubble:.1%}, makespan {timeline.makespan:.4g} {unit}, "
+        f"{name}: bubble {timeline.bubble:.1%}, makespan {timeline.makespan:.4g}{seconds}, "
         f"at most {live} activations live on a rank"
     )
 

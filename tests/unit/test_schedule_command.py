@@ -154,10 +154,14 @@ def test_a_woven_picture_and_trace_say_so(
     words = ["--pp", "2", "--microbatches", "4", "--schedule", "1f1b", "--trace", str(trace)]
     run(capsys, *words, "--overlap", "--png", str(tmp_path / "a.png"))
     run(capsys, *words[:-2], "--png", str(tmp_path / "a.png"))
-    assert titles == [
+    # Of all, only some are woven: their own names say which.
+    run(capsys, *words[:4], "--overlap", "--png", str(tmp_path / "a.png"))
+    assert titles[:2] == [
         ("pp 2, 4 microbatches, woven", ["1f1b (woven), vpp 1"]),
         ("pp 2, 4 microbatches", ["1f1b, vpp 1"]),
     ]
+    assert titles[2][0] == "pp 2, 4 microbatches"
+    assert "1f1b (woven), vpp 1" in titles[2][1]
     assert list(read_trace(trace)) == ["1f1b (woven), vpp 1"]
 
 
@@ -209,10 +213,12 @@ def test_files_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         ),
         ("--pp 4 --microbatches 8 --hop nan", 1, "hop=nan is no duration"),
         ("--pp 4 --microbatches 8 --input-grad -1", 1, "Change `--input-grad`."),
+        ("--pp 4 --microbatches 8 --forward -1", 1, "forward=-1.0 is no duration"),
         ("--pp 4096 --microbatches 4096 --schedule 1f1b", 2, "4096*1*4096 = 16777216 is more than"),
         ("--pp 4096 --microbatches 4096", 2, "Change `--microbatches`."),
         ("--pp four --microbatches 8", 2, "argument --pp: invalid int value: 'four'"),
         ("--pp 4 --microbatches 8 --png nowhere/a.png", 2, "lies in no directory"),
+        ("--pp 4 --microbatches 8 --png a.txt", 2, "Legal: a name that ends in .png. Change"),
         ("--pp 4 --microbatches 8 --trace .", 2, "is a directory. Change `--trace`."),
     ],
 )

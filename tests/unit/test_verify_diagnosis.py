@@ -87,6 +87,18 @@ def test_mappings_that_fail_together_name_their_axis() -> None:
     assert (finding.axes, finding.certain) == (("tp",), False)
 
 
+def test_a_loss_off_by_itself_is_told_with_the_gradients_that_it_reaches() -> None:
+    loss = Failure(TP2, "outputs", "loss, step 0, dp rank 0", 0.1, 1.1)
+    failures, deviations = copies(())
+    found = diagnose([loss, *failures], deviations, [TP2])
+    assert [finding.check for finding in found] == ["outputs", "router gradient"]
+    assert "tokens are weighed wrongly" in found[0].cause
+    assert "on all that ran, each with tp and dp and ep > 1" in found[0].cause
+    logits = replace(loss, where="logits, step 0, dp rank 0")
+    (only,) = diagnose([logits, *failures], deviations, [TP2])
+    assert "weighed" not in only.cause
+
+
 def test_what_fails_later_only_follows() -> None:
     routing = Failure(TP2, "routing", "layer, step 1", 17, math.nan, step=1)
     failures, deviations = copies(("tp",))

@@ -334,9 +334,13 @@ def test_worst_names_the_tensor_and_the_first_step() -> None:
     expected = {f"loss, step {i}, dp rank 0": right for i in range(3)}
     actual = {name: right * (1 + i) for i, name in enumerate(expected)}
     check = worst("outputs", actual, expected, 1e-10)
-    assert (check.error, check.step) == (2.0, 1)
-    assert check.ratio == pytest.approx(3.0)
-    assert check.where == "loss, step 2, dp rank 0"
+    assert (check.error, check.step) == (1.0, 1)
+    assert check.ratio == pytest.approx(2.0)
+    assert check.where == "loss, step 1, dp rank 0"
+    close = worst(
+        "outputs", {n: right * (1 + 1e-12 * i) for i, n in enumerate(expected)}, expected, 1e-10
+    )
+    assert (close.where, close.step) == ("loss, step 2, dp rank 0", 0)
     assert worst("outputs", {}, expected, 1e-10).error == math.inf
 
 

@@ -100,11 +100,16 @@ def compare_resumed(
 def worst(
     name: str, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float
 ) -> StepCheck:
-    """The tensor that is furthest from its reference; a missing one is infinitely far."""
+    """The tensor that is furthest from its reference; a missing one is infinitely far.
+
+    Of the first step at which one is too far: what is off later may only follow from it.
+    """
     errors = relative_errors(actual, expected)
-    where = max(errors, key=errors.__getitem__)
+    far = {key: _step_of(key) for key, error in errors.items() if not error <= tolerance}
+    step = min(far.values(), default=0)
+    first = [key for key, at in far.items() if at == step] or list(errors)
+    where = max(first, key=errors.__getitem__)
     ratio = norm_ratio(actual.get(where), expected[where])
-    step = min((_step_of(key) for key, error in errors.items() if error > tolerance), default=0)
     return StepCheck(name, errors[where], tolerance, where, ratio, step)
 
 

@@ -1,8 +1,9 @@
 """Say which reduction is likely missing or doubled, from the numbers of all mappings together.
 
-Three kinds of evidence, in this order: peers of one axis hold different gradients whose sum is the
-reference; a gradient is the reference times one factor that follows a degree from mapping to
-mapping; the mappings that fail are those on which a degree is above one. Pure: no torch, no files.
+Evidence, in this order: a loss is wrong where its logits are right; peers of one axis hold
+different gradients whose sum is the reference; a gradient is the reference times one factor that
+follows a degree from mapping to mapping; the mappings that fail are those on which a degree is
+above one. Pure: no torch, no files.
 """
 
 from __future__ import annotations
@@ -121,7 +122,10 @@ def diagnose(
 
 
 def _leading(failures: Sequence[Failure]) -> list[Failure]:
-    """Of every mapping the first failure; where that is a gradient, those of all families."""
+    """Of every mapping the first failure; where that is a gradient, those of all families.
+
+    And where it is a loss: which parameters it reaches says more than its number.
+    """
     leading: list[Failure] = []
     unequal = {failure.mapping for failure in failures if failure.check != "resume"}
     for mapping, group in groupby(failures, key=lambda failure: failure.mapping):
@@ -129,9 +133,18 @@ def _leading(failures: Sequence[Failure]) -> list[Failure]:
         if mapping not in unequal and found[0].under in unequal:
             # The checkpoint may be right: the mapping that resumed it trains wrongly by itself.
             continue
-        is_gradient = found[0].check.endswith(" gradient")
-        leading += [f for f in found if is_gradient and f.check.endswith(" gradient")] or found[:1]
+        gradients = [f for f in found if f.check.endswith(" gradient")]
+        if found[0] in gradients:
+            leading += gradients
+        else:
+            at_once = [f for f in gradients if f.step == found[0].step]
+            leading += [found[0], *(at_once if _is_loss(found[0]) else ())]
     return leading
+
+
+def _is_loss(failure: Failure) -> bool:
+    """Whether the loss is the first to be wrong, so the logits that it is made of are right."""
+    return failure.check == "outputs" and failure.where.startswith("loss")
 
 
 def _finding(
@@ -142,6 +155,11 @@ def _finding(
     axes, cause, certain = (
         _missing_sum(wrong) or _wrong_factor(wrong, run) or _pattern(at.check, mappings, run)
     )
+    if _is_loss(at):
+        cause = (
+            f"the loss is off and its logits are right, so tokens are weighed wrongly where "
+            f"microbatches or the shards of cp and dp are joined; {cause}"
+        )
     return Finding(
         check=at.check,
         family=family,
@@ -246,6 +264,8 @@ def _pattern(check: str, failed: Sequence[str], run: Sequence[str]) -> Explanati
         if mappings == where and len(where) < len(run):
             return axes, f"differs on exactly the mappings with {'*'.join(axes)} > 1", True
     inside = tuple(axis for axis, mappings in large.items() if mappings and where <= mappings)
+    if inside and where == set(run):
+        return inside, f"differs on all that ran, each with {' and '.join(inside)} > 1", False
     if inside:
         return inside, f"differs only where {' and '.join(inside)} > 1", False
     return (), f"{check} differs on mappings that share no axis", False

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _LOWEST, _HIGHEST = -17.0, 1.0
-_CELL_IN, _MARGIN_IN = (0.95, 0.27), (2.7, 1.5)
+_CELL_IN, _MARGIN_IN, _BAR_IN = (0.95, 0.27), (2.7, 1.5), 1.0
 
 
 def draw_result(result: VerifyResult, path: Path) -> None:
@@ -42,7 +42,8 @@ def _figure(result: VerifyResult) -> Figure:
 
     names = shown_checks(result.mappings) or ["routing"]
     width = len(names) * _CELL_IN[0] + _MARGIN_IN[0] + 1.3
-    height = len(result.mappings) * _CELL_IN[1] + _MARGIN_IN[1]
+    # The bar of colours has a label along it, whatever the number of rows.
+    height = max(len(result.mappings) * _CELL_IN[1], _BAR_IN) + _MARGIN_IN[1]
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -52,7 +53,7 @@ def _figure(result: VerifyResult) -> Figure:
     axes.set_yticks(range(len(mappings)), mappings, fontsize=8, family="monospace")
     values = [[_value(row, name) for name in names] for row in result.mappings]
     image = axes.imshow(values, cmap="RdYlGn_r", vmin=_LOWEST, vmax=_HIGHEST, aspect="auto")
-    figure.colorbar(image, ax=axes, label="log10 of the worst relative error")
+    figure.colorbar(image, ax=axes, label="log10 of the error")
     for number, row in enumerate(result.mappings):
         _draw_row(axes, number, row, names)
     return figure
