@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -50,7 +51,7 @@ def run_tune(words: list[str]) -> None:
     options = _parser().parse_args(words[1:])
     path = writable("tune", options.out, "--out")
     assert path is not None, "--out has a default"
-    if options.budget <= 0:
+    if not 0 < options.budget < math.inf:
         raise UsageError(f"tune: budget={options.budget:g} must be positive. Change `--budget`.")
     layers = list(_layers(options))
     if not options.dry:
@@ -62,7 +63,10 @@ def run_tune(words: list[str]) -> None:
         "layers": [asdict(layer) for layer in layers],
     }
     _sweep(request)
-    print(f"{TILES_VARIABLE}={path.absolute()} makes use of it; give all ranks the same file.")
+    if options.dry:
+        print(f"{path}: of no GPU, which every GPU refuses; it shows that the sweep runs.")
+    else:
+        print(f"{TILES_VARIABLE}={path.absolute()} makes use of it; give all ranks the same file.")
 
 
 def _parser() -> CommandParser:
@@ -135,7 +139,11 @@ def _top_k(module: nn.Module) -> int | None:
 
 def _local(sizes: _Sizes, options: argparse.Namespace, recipe: dict[str, Any]) -> Layer:
     """One rank's part of a layer under balanced routing."""
-    ep, etp = (getattr(options, name) or recipe.get(key) or 1 for name, key in _DEGREES.items())
+    asked = {name: getattr(options, name) for name in _DEGREES}
+    ep, etp = (
+        (recipe.get(key) or 1) if asked[name] is None else asked[name]
+        for name, key in _DEGREES.items()
+    )
     for degree, name, whole in ((ep, "ep", sizes.experts), (etp, "etp", sizes.expert_width)):
         if degree < 1 or whole % degree:
             raise ValueError(f"{name}={degree} does not divide {whole}. Change `--{name}`.")

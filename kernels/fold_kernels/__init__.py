@@ -1,5 +1,4 @@
 """Kernels of a folded MoE layer. The only package that may import triton.
 
-Holds the plain torch forms until the Triton kernels join them; `backend.py` decides which form
-runs.
+Every operation has a plain torch form; `backend.py` decides where a Triton kernel runs instead.
 """

@@ -52,6 +52,34 @@ ACTIVATIONS: dict[str, Activation] = {
 GATED = frozenset({"swiglu", "geglu_tanh", "clamped_swiglu"})
 
 
+def differentiate(name: str, hidden: Tensor, grad_RF: Tensor) -> Tensor:
+    """Gradient of an activation's input from that of its output, in the dtype of both.
+
+    Written out: inside of a registered op nothing is recorded, and autograd has nothing to go by.
+
+    Args:
+        name: Of `ACTIVATIONS`.
+        hidden: Its input, [R, 2F] or, without an up half, [R, F].
+        grad_RF: Gradient of its output.
+    """
+    if name == "relu_squared":
+        return grad_RF * (2 * F.relu(hidden))
+    gate, up = hidden.chunk(2, dim=-1)
+    if name == "geglu_tanh":
+        grad_gate = torch.ops.aten.gelu_backward(grad_RF * up, gate, approximate="tanh")
+        return torch.cat([grad_gate, grad_RF * F.gelu(gate, approximate="tanh")], dim=-1)
+    if name == "swiglu":
+        sigmoid = torch.sigmoid(gate)
+        grad_gate = grad_RF * up * (sigmoid * (1 + gate * (1 - sigmoid)))
+        return torch.cat([grad_gate, grad_RF * gate * sigmoid], dim=-1)
+    assert name == "clamped_swiglu", name
+    low, high = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    sigmoid = torch.sigmoid(1.702 * low)
+    grad_gate = grad_RF * (high + 1) * (sigmoid * (1 + 1.702 * low * (1 - sigmoid)))
+    grads = grad_gate.where(gate <= 7.0, 0), (grad_RF * low * sigmoid).where(up.abs() <= 7.0, 0)
+    return torch.cat(grads, dim=-1)
+
+
 def name_of(activation: Activation) -> str | None:
     """Name of an activation with a kernel; None for any other callable."""
     return next((name for name, known in ACTIVATIONS.items() if known is activation), None)

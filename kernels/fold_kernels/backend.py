@@ -138,9 +138,12 @@ def why_not_triton(request: Request, *, interpreted: bool) -> str | None:
         return f"{request.rows} rows are not below 2**31"
     if not interpreted:
         return _why_not_on_gpu(request)
-    # Descriptors check what alignment asks for; the interpreter copies anything.
     served = (*request.dtypes, torch.float32)
-    return None if request.dtype in served else _no_dtype(request)
+    if request.dtype not in served:
+        return _no_dtype(request)
+    # The interpreter copies anything, but descriptors check their strides there as well.
+    odd = [w for w in request.widths if w * request.dtype.itemsize % ALIGNMENT_BYTES]
+    return f"rows of {odd} elements are no multiples of {ALIGNMENT_BYTES} bytes" if odd else None
 
 
 def _why_not_on_gpu(request: Request) -> str | None:
@@ -236,7 +239,7 @@ def _log_once(op: str, choice: Choice) -> None:
 @lru_cache
 def table_for(device: torch.device) -> Table:
     """What was measured on this kind of GPU."""
-    return table_of(capability_of(device), os.environ.get(TILES_VARIABLE))
+    return table_of(capability_of(device), os.environ.get(TILES_VARIABLE) or None)
 
 
 def _choose_fp8(request: Request) -> Choice:

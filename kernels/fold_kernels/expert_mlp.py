@@ -76,17 +76,19 @@ def expert_mlp(
         ValueError: Widths, counts or precision do not fit.
     """
     _check(source_SD, weights_R, gate_up_e2FD, down_eDF, order)
+    # Kernels address what is one number a pair by its place.
+    weights_R, origin_R = weights_R.contiguous(), order.origin_R.contiguous()
     keeps = torch.is_grad_enabled() and not recompute
     put_off, anchor = put_off or delay(gate_up_e2FD, down_eDF), None
     if put_off is not None:
         anchor = put_off.anchor()
         gate_up_e2FD, down_eDF = gate_up_e2FD.detach(), down_eDF.detach()
     form = choose_form(source_SD, gate_up_e2FD, activation, order.sizes, precision)
-    call = _Call(order.counts_e, tuple(order.sizes), activation, keeps, put_off, form)
+    call = _Call(order.counts_e.contiguous(), tuple(order.sizes), activation, keeps, put_off, form)
     # Inside, every product has the dtype of the rows, whatever autocast says of products.
     with torch.autocast(source_SD.device.type, enabled=False):
         out: Tensor = _ExpertMlp.apply(
-            source_SD, weights_R, gate_up_e2FD, down_eDF, order.origin_R, anchor, call
+            source_SD, weights_R, gate_up_e2FD, down_eDF, origin_R, anchor, call
         )
     return out
 

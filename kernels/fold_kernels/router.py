@@ -10,7 +10,7 @@ Not here: jitter, statistics.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,9 @@ from torch import Tensor
 
 ScoreKind = Literal["softmax", "sigmoid", "sqrt_softplus"]
 GroupScore = Literal["top2_sum", "max"]
-_TINY = 1e-20
+_KNOWN = {"scores": get_args(ScoreKind), "group_score": get_args(GroupScore)}
+TINY = 1e-20
+"""Added to the sum of a token's weights before they are divided by it."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,9 @@ class RouterSpec:
         Raises:
             ValueError: Names the field.
         """
+        for name, known in _KNOWN.items():
+            if getattr(self, name) not in known:
+                raise _refuse(name, getattr(self, name), f"one of {', '.join(known)}")
         if not 1 <= self.top_k <= num_experts:
             raise _refuse("top_k", self.top_k, f"in 1..{num_experts}, the number of experts")
         if self.softmax_after_topk and (self.scores != "softmax" or self.top_k == 1):
@@ -131,7 +136,7 @@ def weights_of(logits_TE: Tensor, scores_TE: Tensor, index_TK: Tensor, spec: Rou
     else:
         weights_TK = scores_TE.gather(1, index_TK)
         if spec.renormalise:
-            weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + _TINY)
+            weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + TINY)
     return weights_TK if spec.scaling_factor == 1.0 else weights_TK * spec.scaling_factor
 
 

@@ -22,7 +22,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m fold_kernels.aot")
-    parser.add_argument("--capability", type=int, default=90, help="90; others: smoke test")
+    parser.add_argument(
+        "--capability", type=int, default=90, choices=(90, 100), help="100 is a smoke test"
+    )
     parser.add_argument("--write", action="store_true", help="make what is found the budget")
     parser.add_argument("--jobs", type=int, default=2, help="processes that compile")
     return parser.parse_args(arguments)

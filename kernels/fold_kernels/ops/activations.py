@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fold_kernels.activation import ACTIVATIONS, GATED
+from fold_kernels.activation import ACTIVATIONS, GATED, differentiate
 from fold_kernels.backend import Request, choose_for
+from fold_kernels.ops import checks
 from fold_kernels.ops.products import Side, grouped_gemm, grouped_gemm_ref, owners, weight_gradient
 from fold_kernels.ops.rows import combine_rows, gather_rows_ref, pairs_of
 
@@ -44,7 +45,20 @@ def up_projection(
     Raises:
         ValueError: Shapes do not fit, or the activation has no name here.
     """
-    _check(source_SD, weight_eOD, scale_R, offsets_e1, activation)
+    op = "up_projection"
+    _check_name(op, activation)
+    checks.weights_of(op, "weight_eOD", weight_eOD, source_SD)
+    experts, depth, model = weight_eOD.shape
+    if activation in GATED and depth % 2:
+        raise ValueError(f"{op}: weight_eOD has {depth} rows, no two halves of {activation}")
+    checks.matrix(op, "source_SD", source_SD, width=model)
+    pairs = scale_R.shape[0] if origin_R is not None and scale_R.dim() == 1 else source_SD.shape[0]
+    scale_R = checks.factors(op, "scale_R", scale_R, pairs)
+    offsets_e1 = checks.offsets(op, offsets_e1, experts)
+    if origin_R is not None:
+        origin_R = checks.indices(op, "origin_R", origin_R, pairs)
+    if bias_eO is not None:
+        bias_eO = checks.biases(op, "bias_eO", bias_eO, experts, depth)
     hidden_RO, act_RF = _up_projection(
         source_SD.contiguous(),
         weight_eOD.contiguous(),
@@ -82,7 +96,24 @@ def down_backward(
         grad_hidden_RO: Gradient of the pre-activation.
         act_RF: Weighted activation, for the second weight's gradient.
         grad_scale_R: fp32, gradient of the routing weights.
+
+    Raises:
+        ValueError: Shapes or dtypes do not fit, or the activation has no name here.
     """
+    op = "down_backward"
+    _check_name(op, activation)
+    checks.weights_of(op, "weight_eDF", weight_eDF, grad_SD)
+    experts, model, width = weight_eDF.shape
+    depth = 2 * width if activation in GATED else width
+    checks.matrix(op, "grad_SD", grad_SD, width=model)
+    checks.matrix(op, "hidden_RO", hidden_RO, width=depth)
+    pairs = hidden_RO.shape[0]
+    scale_R = checks.factors(op, "scale_R", scale_R, pairs)
+    offsets_e1 = checks.offsets(op, offsets_e1, experts)
+    if origin_R is not None:
+        origin_R = checks.indices(op, "origin_R", origin_R, pairs)
+    elif grad_SD.shape[0] != pairs:
+        raise ValueError(f"{op}: {grad_SD.shape[0]} rows of gradients meet {pairs} pairs")
     grad_RO, act_RF, grad_R = _down_backward(
         grad_SD.contiguous(),
         weight_eDF.contiguous(),
@@ -164,7 +195,7 @@ def down_backward_ref(
     activation: str,
     origin_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gather, multiply by the second weight, differentiate the activation by autograd."""
+    """Gather, multiply by the second weight, differentiate the activation."""
     grad_RD = grad_SD if origin_R is None else gather_rows_ref(grad_SD, origin_R)
     grad_RF = _wide(grouped_gemm_ref(grad_RD, weight_eDF, offsets_e1, True))
     grad_hidden, act, grad_scale = activation_backward_ref(hidden_RO, scale_R, grad_RF, activation)
@@ -175,12 +206,9 @@ def activation_backward_ref(
     hidden_RO: Tensor, scale_R: Tensor, grad_RF: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradient of the pre-activation, weighted activation, gradient of the routing weights."""
-    with torch.enable_grad():
-        leaf = _wide(hidden_RO.detach()).requires_grad_()
-        plain = ACTIVATIONS[activation](leaf)
-    scale_R1 = scale_R.unsqueeze(1)
-    (grad_hidden,) = torch.autograd.grad(plain, leaf, grad_RF * scale_R1)
-    plain = plain.detach()
+    wide, scale_R1 = _wide(hidden_RO), scale_R.unsqueeze(1)
+    plain = ACTIVATIONS[activation](wide)
+    grad_hidden = differentiate(activation, wide, grad_RF * scale_R1)
     return grad_hidden.to(hidden_RO.dtype), plain * scale_R1, (plain * grad_RF).sum(1)
 
 
@@ -252,13 +280,7 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _check(source: Tensor, weight: Tensor, scale: Tensor, offsets: Tensor, activation: str) -> None:
+def _check_name(op: str, activation: str) -> None:
     if activation not in ACTIVATIONS:
         legal = ", ".join(ACTIVATIONS)
-        raise ValueError(f"up_projection: activation={activation!r} must be one of {legal}.")
-    odd = activation in GATED and weight.shape[1] % 2
-    if source.shape[1] != weight.shape[2] or offsets.shape[0] != weight.shape[0] + 1 or odd:
-        raise ValueError(
-            f"up_projection: rows {tuple(source.shape)}, {scale.shape[0]} pairs and "
-            f"{offsets.shape[0]} offsets do not fit weights {tuple(weight.shape)} of {activation}"
-        )
+        raise ValueError(f"{op}: activation={activation!r} must be one of {legal}.")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fold_kernels.backend import Request, choose_for
+from fold_kernels.ops import checks
 from fold_kernels.ops.products import owners
 from fold_kernels.quantized import BLOCK, FP8, LARGEST, SMALLEST, Quantized
 
@@ -32,7 +33,7 @@ def quantize_rows(rows_RK: Tensor) -> Quantized:
     Raises:
         ValueError: 128 does not divide the width, or there is no form for the dtype.
     """
-    _check("quantize_rows", rows_RK, rows_RK.shape[1:])
+    _check("quantize_rows", rows_RK, 2)
     rows_RK = rows_RK if rows_RK.stride(1) == 1 else rows_RK.contiguous()
     return Quantized(*_quantize_rows(rows_RK.detach()))
 
@@ -46,7 +47,7 @@ def quantize_blocks(weight_eNK: Tensor) -> Quantized:
     Raises:
         ValueError: 128 does not divide a width, or there is no form for the dtype.
     """
-    _check("quantize_blocks", weight_eNK, weight_eNK.shape[1:])
+    _check("quantize_blocks", weight_eNK, 3)
     return Quantized(*_quantize_blocks(weight_eNK.detach()))
 
 
@@ -72,13 +73,24 @@ def fp8_grouped_gemm(
     Raises:
         ValueError: Shapes do not fit.
     """
+    if rows.values.dim() != 2 or weight.values.dim() != 3:
+        raise ValueError(
+            f"fp8_grouped_gemm: rows {tuple(rows.values.shape)} are of `quantize_rows` and weights "
+            f"{tuple(weight.values.shape)} of `quantize_blocks`. Change `rows` or `weight`."
+        )
     experts, _, depth = weight.values.shape
     if rows.values.shape[1] != depth or offsets_e1.shape[0] != experts + 1:
         raise ValueError(
             f"fp8_grouped_gemm: rows {tuple(rows.values.shape)} and {offsets_e1.shape[0]} offsets "
             f"do not fit weights {tuple(weight.values.shape)}"
         )
+    offsets_e1 = checks.offsets("fp8_grouped_gemm", offsets_e1, experts)
     host = None if sizes is None else list(sizes)
+    if host is not None and (len(host) != experts or not 0 <= sum(host) <= rows.values.shape[0]):
+        raise ValueError(
+            f"fp8_grouped_gemm: sizes {host} are not {experts} counts of at most "
+            f"{rows.values.shape[0]} rows together. Change `sizes`."
+        )
     out: Tensor = _fp8_grouped_gemm(
         rows.values, rows.scales, weight.values, weight.scales, offsets_e1, dtype, host
     )
@@ -212,7 +224,10 @@ def _runs_triton(op: str, x: Tensor, widths: Sequence[int], *, experts: int = 1)
     return choose_for(x, request).backend == "triton"
 
 
-def _check(op: str, x: Tensor, widths: Sequence[int]) -> None:
+def _check(op: str, x: Tensor, dims: int) -> None:
+    if x.dim() != dims:
+        raise ValueError(f"{op}: {tuple(x.shape)} has {x.dim()} dimensions and must have {dims}")
+    widths = x.shape[1:]
     odd = [width for width in widths if width % BLOCK]
     if odd:
         raise ValueError(f"{op}: {BLOCK} does not divide widths {odd} of {tuple(x.shape)}")

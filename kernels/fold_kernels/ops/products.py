@@ -4,15 +4,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from fold_kernels.backend import Request, choose_for
+from fold_kernels.ops import checks
 from fold_kernels.ops.rows import combine_rows, gather_rows_ref
 
 Side = Literal["left", "right", ""]
+_SIDES = get_args(Side)
 
 
 def grouped_gemm(
@@ -36,15 +38,18 @@ def grouped_gemm(
         scale_R: fp32; needed with `bias_eN`.
 
     Raises:
-        ValueError: Shapes do not fit.
+        ValueError: Shapes or dtypes do not fit.
     """
-    depth = weight.shape[1] if transposed else weight.shape[2]
-    if rows_RK.shape[1] != depth or offsets_e1.shape[0] != weight.shape[0] + 1:
-        raise ValueError(
-            f"grouped_gemm: rows {tuple(rows_RK.shape)} and {offsets_e1.shape[0]} offsets do not "
-            f"fit weights {tuple(weight.shape)} with transposed={transposed}"
-        )
-    if (bias_eN is None) != (scale_R is None):
+    op = "grouped_gemm"
+    checks.weights_of(op, "weight", weight, rows_RK)
+    experts, *both = weight.shape
+    depth, width = both if transposed else reversed(both)
+    checks.matrix(op, "rows_RK", rows_RK, width=depth)
+    offsets_e1 = checks.offsets(op, offsets_e1, experts)
+    if bias_eN is not None and scale_R is not None:
+        bias_eN = checks.biases(op, "bias_eN", bias_eN, experts, width)
+        scale_R = checks.factors(op, "scale_R", scale_R, rows_RK.shape[0])
+    elif bias_eN is not None or scale_R is not None:
         raise ValueError("grouped_gemm: bias_eN and scale_R go together")
     out: Tensor = _grouped_gemm(
         rows_RK.contiguous(), weight.contiguous(), offsets_e1, transposed, bias_eN, scale_R
@@ -75,10 +80,23 @@ def weight_gradient(
         dtype: Of a new one; None takes that of `left`.
 
     Raises:
-        ValueError: `gather` without `origin_R`, or one of other shape than the result.
+        ValueError: `gather` without `origin_R`, or shapes or dtypes that do not fit.
     """
+    op = "weight_gradient"
+    if gather not in _SIDES:
+        raise ValueError(f"{op}: gather={gather!r} must be 'left', 'right' or ''. Change `gather`.")
     if (gather != "") != (origin_R is not None):
-        raise ValueError(f"weight_gradient: gather={gather!r} goes with origin_R, and only with it")
+        raise ValueError(f"{op}: gather={gather!r} goes with origin_R, and only with it")
+    checks.matrix(op, "left", left)
+    checks.matrix(op, "right", right)
+    if left.dtype != right.dtype:
+        raise ValueError(f"{op}: left is {left.dtype}, and right is {right.dtype}. Change either.")
+    pairs = (right if gather == "left" else left).shape[0]
+    if origin_R is None and right.shape[0] != pairs:
+        raise ValueError(f"{op}: {pairs} rows on the left meet {right.shape[0]} on the right")
+    if origin_R is not None:
+        origin_R = checks.indices(op, "origin_R", origin_R, pairs)
+    offsets_e1 = checks.offsets(op, offsets_e1)
     shape = offsets_e1.shape[0] - 1, left.shape[1], right.shape[1]
     if into is not None and into.shape != shape:
         raise ValueError(f"weight_gradient: into {tuple(into.shape)} is not {shape}")

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from fold_kernels.backend import runs_triton
-from fold_kernels.router import GroupScore, RouterSpec, ScoreKind, route_ref, scores_of, weights_of
+from fold_kernels.router import (
+    TINY,
+    GroupScore,
+    RouterSpec,
+    ScoreKind,
+    route_ref,
+    scores_of,
+)
 
 
 def router_topk(
@@ -27,10 +34,14 @@ def router_topk(
     Returns:
         weights_TK: In at least fp32, with gradient to the logits. All NaN where a logit is.
         index_TK: int64, best first; distinct, equal scores by lower id.
+
+    Raises:
+        ValueError: No router with so many experts can do what `spec` says, or the bias is not one
+            number for each.
     """
-    weights_TK, index_TK = _router_topk(
-        logits_TE.contiguous(), None if bias_E is None else bias_E.detach(), **asdict(spec)
-    )
+    _check(logits_TE, spec, bias_E)
+    bias_E = None if bias_E is None else bias_E.detach().contiguous()
+    weights_TK, index_TK = _router_topk(logits_TE.contiguous(), bias_E, **asdict(spec))
     return weights_TK, index_TK
 
 
@@ -97,12 +108,36 @@ def _router_topk_backward(
 def router_topk_backward_ref(
     logits_TE: Tensor, index_TK: Tensor, grad_TK: Tensor, spec: RouterSpec
 ) -> Tensor:
-    """Gradient of the logits by autograd, the choice held fixed."""
-    with torch.enable_grad():
-        leaf_TE = logits_TE.detach().requires_grad_()
-        weights_TK = weights_of(leaf_TE, scores_of(leaf_TE, spec.scores), index_TK, spec)
-    (grad_TE,) = torch.autograd.grad(weights_TK, leaf_TE, grad_TK)
-    return grad_TE
+    """Gradient of the logits, the choice held fixed.
+
+    Written out: inside of a registered op nothing is recorded, and autograd has nothing to go by.
+    """
+    wide_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+    scores_TE = scores_of(wide_TE, spec.scores)
+    grad_TK = grad_TK.to(wide_TE.dtype) * spec.scaling_factor
+    if spec.softmax_after_topk:
+        weights_TK = wide_TE.gather(1, index_TK).softmax(1)
+        grad_TK = weights_TK * (grad_TK - (grad_TK * weights_TK).sum(1, keepdim=True))
+        return torch.zeros_like(wide_TE).scatter(1, index_TK, grad_TK).to(logits_TE.dtype)
+    if spec.renormalise:
+        chosen_TK = scores_TE.gather(1, index_TK)
+        sum_T1 = chosen_TK.sum(1, keepdim=True) + TINY
+        weights_TK = chosen_TK / sum_T1
+        grad_TK = (grad_TK - (grad_TK * weights_TK).sum(1, keepdim=True)) / sum_T1
+    grad_TE = torch.zeros_like(wide_TE).scatter(1, index_TK, grad_TK)
+    return (_scores_backward(wide_TE, scores_TE, grad_TE, spec.scores)).to(logits_TE.dtype)
+
+
+def _scores_backward(
+    logits_TE: Tensor, scores_TE: Tensor, grad_TE: Tensor, kind: ScoreKind
+) -> Tensor:
+    if kind == "softmax":
+        return scores_TE * (grad_TE - (grad_TE * scores_TE).sum(1, keepdim=True))
+    if kind == "sigmoid":
+        return grad_TE * scores_TE * (1 - scores_TE)
+    # An expert that was not chosen has no part, also where the root's slope is infinite.
+    slope_TE = torch.sigmoid(logits_TE) / (2 * scores_TE)
+    return (grad_TE * slope_TE).where(grad_TE != 0, 0)
 
 
 @_router_topk.register_fake
@@ -131,6 +166,17 @@ def _backward(ctx: Any, grad_weights: Tensor, _: Tensor | None) -> tuple[Tensor 
 
 
 _router_topk.register_autograd(_backward, setup_context=_setup)
+
+
+def _check(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> None:
+    if logits.dim() != 2:
+        raise ValueError(f"router_topk: logits {tuple(logits.shape)} are not [tokens, experts]")
+    spec.check(logits.shape[1])
+    if bias is not None and bias.shape != logits.shape[1:]:
+        raise ValueError(
+            f"router_topk: bias {tuple(bias.shape)} is not one number for each of "
+            f"{logits.shape[1]} experts"
+        )
 
 
 def _runs_triton(logits: Tensor, spec: RouterSpec) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fold_kernels.backend import runs_triton
+from fold_kernels.ops import checks
 from fold_kernels.permute import sort_by_expert
 
 
@@ -34,7 +35,12 @@ def gather_rows(source_SD: Tensor, origin_R: Tensor) -> Tensor:
     """Copy row `origin_R[i]` to place i, [R, D]; zeros where the origin is negative.
 
     The gradient sums the copies of every row in their order, in fp32, rounded once.
+
+    Raises:
+        ValueError: Shapes or dtypes do not fit.
     """
+    checks.matrix("gather_rows", "source_SD", source_SD)
+    origin_R = checks.indices("gather_rows", "origin_R", origin_R)
     out: Tensor = _gather_rows(source_SD.contiguous(), origin_R)
     return out
 
@@ -50,8 +56,16 @@ def combine_rows(
             A row may be named once: its gradient is one gather.
         starts_S1: int64, where each sum's rows begin in `pairs_P`, and the end of the last.
         scale_P: fp32, factor of every pair. Carries no gradient.
+
+    Raises:
+        ValueError: Shapes or dtypes do not fit.
     """
-    scale_P = None if scale_P is None else scale_P.detach()
+    op = "combine_rows"
+    checks.matrix(op, "rows_RD", rows_RD)
+    pairs_P = checks.indices(op, "pairs_P", pairs_P)
+    starts_S1 = checks.indices(op, "starts_S1", starts_S1)
+    if scale_P is not None:
+        scale_P = checks.factors(op, "scale_P", scale_P.detach(), pairs_P.shape[0])
     out: Tensor = _combine_rows(rows_RD.contiguous(), pairs_P, starts_S1, scale_P)
     return out
 
@@ -111,8 +125,8 @@ def combine_rows_ref(
     sums_SD = copies.new_zeros(starts_S1.shape[0] - 1, rows_RD.shape[1])
     places = torch.arange(pairs_P.shape[0], device=rows_RD.device)
     owner_P = torch.searchsorted(starts_S1, places, right=True) - 1
-    # Pairs behind the last sum belong to nobody.
-    kept = owner_P < sums_SD.shape[0]
+    # Pairs before the first sum and behind the last belong to nobody.
+    kept = (owner_P >= 0) & (owner_P < sums_SD.shape[0])
     copies = copies.where(kept.unsqueeze(1), 0)
     return sums_SD.index_add(0, owner_P.where(kept, 0), copies).to(rows_RD.dtype)
 

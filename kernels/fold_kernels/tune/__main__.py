@@ -26,7 +26,8 @@ def main(words: list[str]) -> int:
     path = Path(request["out"])
     table.write(path)
     slower = [key for key, gain in table.gains.items() if gain < 1.0]
-    print(f"slower than what they replace, so never run: {', '.join(slower) or 'none'}")
+    if not dry:
+        print(f"slower than what they replace, so never run: {', '.join(slower) or 'none'}")
     print(f"{path}: {len(table.gains)} kinds of calls, capability {table.capability}")
     return 0
 
