@@ -139,9 +139,8 @@ def _top_k(module: nn.Module) -> int | None:
 
 def _local(sizes: _Sizes, options: argparse.Namespace, recipe: dict[str, Any]) -> Layer:
     """One rank's part of a layer under balanced routing."""
-    asked = {name: getattr(options, name) for name in _DEGREES}
     ep, etp = (
-        (recipe.get(key) or 1) if asked[name] is None else asked[name]
+        next(d for d in (getattr(options, name), recipe.get(key), 1) if d is not None)
         for name, key in _DEGREES.items()
     )
     for degree, name, whole in ((ep, "ep", sizes.experts), (etp, "etp", sizes.expert_width)):

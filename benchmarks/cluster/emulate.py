@@ -95,7 +95,7 @@ class Sleeper:
         run: Callable[[Tensor], Tensor],
         x: Tensor,
         *,
-        put_off: PutOff | None = None,
+        weights_apart: bool = False,
     ) -> Tensor:
         """`run(x)`, which takes so long, and so does each half of its backward.
 
@@ -104,10 +104,9 @@ class Sleeper:
             seconds: Of each.
             run: Computes.
             x: Its input.
-            put_off: Where `run` leaves its weights' gradients, a `_SlowGradients`; None is the
-                active store, or nowhere.
+            weights_apart: Whether somebody else sleeps for the gradients of its weights.
         """
-        backward = _Backward(self, what, seconds, active_store(), put_off)
+        backward = _Backward(self, what, seconds, active_store(), weights_apart)
         self.begin()
         out = run(_Enter.apply(x, backward))
         self.end(what, "F", seconds)
@@ -206,11 +205,11 @@ class _Backward:
     what: str
     seconds: float
     store: WeightStore | None
-    put_off: PutOff | None
+    weights_apart: bool
 
     def end(self) -> None:
         self.sleeper.end(self.what, "I", self.seconds)
-        if self.put_off is not None:
+        if self.weights_apart:
             return
         if self.store is None:
             self.weights()
@@ -300,6 +299,7 @@ def _slow_rows(
             arrived = replace(inputs, source_SD=source)
             return run_experts(arrived, gate_up_e2FD=gate_up_e2FD, **options)
 
-        return sleeper.piece("experts", spent, run, inputs.source_SD, put_off=place)
+        apart = place is not None
+        return sleeper.piece("experts", spent, run, inputs.source_SD, weights_apart=apart)
 
     return slow

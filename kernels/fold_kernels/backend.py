@@ -142,7 +142,12 @@ def why_not_triton(request: Request, *, interpreted: bool) -> str | None:
     if request.dtype not in served:
         return _no_dtype(request)
     # The interpreter copies anything, but descriptors check their strides there as well.
-    odd = [w for w in request.widths if w * request.dtype.itemsize % ALIGNMENT_BYTES]
+    return _why_not_aligned(request)
+
+
+def _why_not_aligned(request: Request, *, takes_empty: bool = True) -> str | None:
+    size = request.dtype.itemsize
+    odd = [w for w in request.widths if w * size % ALIGNMENT_BYTES or (w == 0 and not takes_empty)]
     return f"rows of {odd} elements are no multiples of {ALIGNMENT_BYTES} bytes" if odd else None
 
 
@@ -163,8 +168,7 @@ def why_not_grouped_mm(request: Request) -> str | None:
     served = GROUPED_MM_DTYPES if request.device_type == "cpu" else (torch.bfloat16,)
     if request.dtype not in served:
         return _no_dtype(request)
-    odd = [w for w in request.widths if w == 0 or w * request.dtype.itemsize % ALIGNMENT_BYTES]
-    return f"rows of {odd} elements are no multiples of {ALIGNMENT_BYTES} bytes" if odd else None
+    return _why_not_aligned(request, takes_empty=False)
 
 
 def why_not_te(request: Request) -> str | None:

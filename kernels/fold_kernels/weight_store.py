@@ -146,9 +146,20 @@ def delay(*weights: Tensor) -> Delay | None:
         None where their gradients are to come at once, or there will be none.
     """
     store = _ACTIVE.get()
-    if store is None or not torch.is_grad_enabled() or not any(w.requires_grad for w in weights):
-        return None
-    return Delay(store, weights)
+    return Delay(store, weights) if store is not None and _have_gradients(weights) else None
+
+
+def weight_node(*weights: Tensor) -> WeightNode | None:
+    """A node here for the gradients of `weights`, which an operation is about to run on.
+
+    Returns:
+        None where a store is active, or there will be no gradients.
+    """
+    return WeightNode(*weights) if _ACTIVE.get() is None and _have_gradients(weights) else None
+
+
+def _have_gradients(weights: tuple[Tensor, ...]) -> bool:
+    return torch.is_grad_enabled() and any(w.requires_grad for w in weights)
 
 
 def _accumulate_first(left: deque[_Left]) -> None:

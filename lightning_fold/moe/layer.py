@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fold_kernels.expert_forms import Precision
-from fold_kernels.weight_store import WeightNode, active_store
+from fold_kernels.weight_store import WeightNode, weight_node
 from lightning_fold.moe.dispatch.base import Dispatcher
 from lightning_fold.moe.experts import ExpertRows, run_experts
 from lightning_fold.moe.routing import Routing
@@ -89,8 +89,7 @@ class FoldedExperts:
                 self.beside.run(hidden_TD)
             # Made while rows are on the wire, so that in backward the weights' gradients are
             # computed while those of the rows are.
-            if active_store() is None and any(w.requires_grad for w in self._weights):
-                put_off = WeightNode(*self._weights)
+            put_off = weight_node(*self._weights)
 
         rows, state = self.dispatcher.dispatch(x_TD, routing, meanwhile=meanwhile)
         return self.dispatcher.combine(self.compute(rows, put_off), state).to(hidden_TD.dtype)

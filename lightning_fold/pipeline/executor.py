@@ -288,7 +288,7 @@ class Executor:
         self._flight.begun.discard(key)
         # What the last piece leaves waits for the first gap of the next backward: nothing else is
         # left to compute there while the row counts of the other half travel.
-        self._flight.left_by = action if at_once else None
+        self._flight.left_by = action
         if self._puts_off and not at_once:
             self._flight.later[key] = self._store.take()
         if stage > 0:

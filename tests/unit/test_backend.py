@@ -275,6 +275,19 @@ def test_a_table_that_is_none_is_refused_when_it_is_first_asked(monkeypatch, tmp
         choose_for(torch.zeros(3, 8), Request("experts", "cpu", FP32))
 
 
+def test_an_empty_variable_names_no_table(monkeypatch) -> None:
+    monkeypatch.setenv(TILES_VARIABLE, "")
+    assert choose_for(torch.zeros(3, 8), Request("experts", "cpu", FP32)).backend == "loop"
+
+
+def test_the_interpreter_asks_rows_to_be_aligned_as_well() -> None:
+    for width, dtype, serves in ((20, BF16, False), (24, BF16, True), (20, FP32, True)):
+        request = Request("gemm", "cpu", dtype, widths=(width, 16))
+        obstacle = why_not_triton(request, interpreted=True)
+        assert (obstacle is None) is serves
+        assert serves or obstacle == "rows of [20] elements are no multiples of 16 bytes"
+
+
 def test_a_choice_is_logged_once_an_op_and_reason(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="fold_kernels.backend")
     rows = torch.zeros(3, 8)

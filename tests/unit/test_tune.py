@@ -122,6 +122,7 @@ RECIPE = str(next((ROOT / "recipes").glob("qwen3-moe.*.yaml")))
     ("words", "message"),
     [
         ("--budget 0", "budget=0 must be positive. Change `--budget`."),
+        ("--budget nan", "budget=nan must be positive. Change `--budget`."),
         ("--budget long", "argument --budget: invalid float value"),
         ("--out .", "is a directory. Change `--out`."),
         ("--out missing/tiles.json", "lies in no directory"),
@@ -130,6 +131,7 @@ RECIPE = str(next((ROOT / "recipes").glob("qwen3-moe.*.yaml")))
         ("--config missing.yaml", "config file 'missing.yaml' does not exist"),
         (f"{SIZES} --ep 3", "ep=3 does not divide 8. Change `--ep`."),
         (f"{SIZES} --etp 5", "etp=5 does not divide 48. Change `--etp`."),
+        (f"{SIZES} --ep 0", "ep=0 does not divide 8. Change `--ep`."),
         (f"{SIZES} --ep -1", "ep=-1 does not divide 8"),
         (f"{SIZES} --tokens 0", "tokens=0 must be positive"),
         (f"{SIZES} --top-k 9", "top_k=9 is more than experts=8"),

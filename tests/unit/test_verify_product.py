@@ -27,7 +27,13 @@ from lightning_fold.verify.launch import WorldRun
 from lightning_fold.verify.plain import cut
 from lightning_fold.verify.plan_pipelines import SCHEDULES
 from lightning_fold.verify.product.batches import batches_of
-from lightning_fold.verify.product.checks import StepCheck, assembled, join_parts, worst
+from lightning_fold.verify.product.checks import (
+    StepCheck,
+    assembled,
+    compare_outputs,
+    join_parts,
+    worst,
+)
 from lightning_fold.verify.product.diagnosis import Finding
 from lightning_fold.verify.product.picture import draw_result, level
 from lightning_fold.verify.product.pipelines import pipeline_of, spread
@@ -342,6 +348,29 @@ def test_worst_names_the_tensor_and_the_first_step() -> None:
     )
     assert (close.where, close.step) == ("loss, step 2, dp rank 0", 0)
     assert worst("outputs", {}, expected, 1e-10).error == math.inf
+
+
+def test_a_loss_is_named_only_where_the_logits_of_its_step_are_right() -> None:
+    right = torch.ones(2, dtype=torch.float64)
+
+    def named(logits: list[float], losses: list[float]) -> tuple[str, int]:
+        pairs = [
+            (
+                {f"{what}, step {i}, dp rank 0": right * (1 + e) for i, e in enumerate(errors)},
+                {f"{what}, step {i}, dp rank 0": right for i in range(len(errors))},
+            )
+            for what, errors in (("logits", logits), ("loss", losses))
+        ]
+        check = compare_outputs(pairs[0], pairs[1], 1e-10)
+        assert not check.passed
+        return check.where, check.step
+
+    assert named([0.0, 0.2], [0.1, 0.5]) == ("loss, step 0, dp rank 0", 0)
+    # A loss that is further off follows from logits that are off at all.
+    assert named([1e-3, 0.2], [0.1, 0.5]) == ("logits, step 0, dp rank 0", 0)
+    assert named([0.0, 0.2], [0.0, 0.5]) == ("logits, step 1, dp rank 0", 1)
+    # A module that shows no logits.
+    assert named([], [0.0, 0.5]) == ("loss, step 1, dp rank 0", 1)
 
 
 # ------------------------------------------------------------ what is told

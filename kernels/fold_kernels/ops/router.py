@@ -125,7 +125,7 @@ def router_topk_backward_ref(
         weights_TK = chosen_TK / sum_T1
         grad_TK = (grad_TK - (grad_TK * weights_TK).sum(1, keepdim=True)) / sum_T1
     grad_TE = torch.zeros_like(wide_TE).scatter(1, index_TK, grad_TK)
-    return (_scores_backward(wide_TE, scores_TE, grad_TE, spec.scores)).to(logits_TE.dtype)
+    return _scores_backward(wide_TE, scores_TE, grad_TE, spec.scores).to(logits_TE.dtype)
 
 
 def _scores_backward(

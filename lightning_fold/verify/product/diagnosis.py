@@ -136,14 +136,15 @@ def _leading(failures: Sequence[Failure]) -> list[Failure]:
         gradients = [f for f in found if f.check.endswith(" gradient")]
         if found[0] in gradients:
             leading += gradients
-        else:
-            at_once = [f for f in gradients if f.step == found[0].step]
-            leading += [found[0], *(at_once if _is_loss(found[0]) else ())]
+            continue
+        leading.append(found[0])
+        if _is_loss(found[0]):
+            leading += [f for f in gradients if f.step == found[0].step]
     return leading
 
 
 def _is_loss(failure: Failure) -> bool:
-    """Whether the loss is the first to be wrong, so the logits that it is made of are right."""
+    """Whether a loss is the first to be wrong; a check of outputs names logits before a loss."""
     return failure.check == "outputs" and failure.where.startswith("loss")
 
 
